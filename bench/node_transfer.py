@@ -386,7 +386,7 @@ class _Blocks:
             self._client.remove(self.ns, self.keys, others_s=OTHERS_S)
         except ClusterUnavailable as error:
             return f"blocks of {size_text(self.block_bytes)} that are left are dropped after {TTL_S:g} s: {error}"
-        self._client.close_namespace(self.ns)
+        self._client.namespaces.close(self.ns)
         return ""
 
     def _settle(self) -> None:

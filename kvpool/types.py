@@ -100,7 +100,7 @@ class Presence(IntEnum):
 
 
 class Intent(StrEnum):
-    """What is wanted for blocks of a prompt, or of a session: see `Client.intend`."""
+    """What is wanted for blocks of a prompt, or of a session: see `Client.intents`."""
 
     PIN = "pin"  # evicted last, or never, until they are unpinned
     UNPIN = "unpin"

@@ -401,7 +401,7 @@ class KvpoolL2Adapter(L2AdapterInterface):
             if len(self._namespaces) > NAMESPACES_MAX:
                 closed = self._namespaces.pop(next(iter(self._namespaces)))
         if closed is not None:
-            self._client.close_namespace(closed)
+            self._client.namespaces.close(closed)
         return ns
 
     def _unreachable(self) -> Unavailable:

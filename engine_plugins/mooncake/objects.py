@@ -50,6 +50,6 @@ class Objects:
         for space in self.spaces.all:
             gone += held.get(space.ns.digest.hex(), 0) - self.spaces.marks_in(space)
         for ns in self.spaces.holding_bytes(held):
-            self._client.clear_namespace(ns)
+            self._client.namespaces.clear(ns)
         self.spaces.put_marks()
         return max(gone, 0)

@@ -214,7 +214,7 @@ class PageStore:
         if namespace is None:
             return False
         try:
-            self._client.clear_namespace(namespace, wait_s=CLEAR_S)
+            self._client.namespaces.clear(namespace, wait_s=CLEAR_S)
         except KvpoolError as error:
             self._outage.failed(type(error).__name__, error)
             return False

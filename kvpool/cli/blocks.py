@@ -103,7 +103,7 @@ def blocks_lookup(
     if not wanted:
         raise InvalidRequest("give the keys of blocks in prefix order, or --keys-file FILE")
     chosen = at.resolve(digest)
-    found = at.client.prefixes(chosen, wanted, wait_s=LOOKUP_S)
+    found = at.client.routing.prefixes(chosen, wanted, wait_s=LOOKUP_S)
     told, silent = ask_why(at.client, at.tenant, chosen, wanted) if why else ({}, {})
     rows = [
         {"node": name, "memory_blocks": memory, "blocks": both}

@@ -105,7 +105,9 @@ def intend(
         if tokens_file is not None:
             from kvpool.cli.prompt_keys import keys_of_tokens, read_tokens
 
-            wanted = keys_of_tokens(read_tokens(tokens_file), at.client.engines(), digest.hex())
+            wanted = keys_of_tokens(
+                read_tokens(tokens_file), at.client.routing.engines(), digest.hex()
+            )
         message = operator_wire.IntendBlocks(
             str(intent), digest, b"".join(wanted), session, hard, period(for_), dry_run
         )

@@ -6,20 +6,21 @@ Internal to `kvpool.client`.
 from __future__ import annotations
 
 import _thread
-import itertools
 import os
-import secrets
 import socket
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
-from kvpool.client.connection import Connection, DaemonState, DroppableSocket, timeval
+from kvpool.client.connection import Connection, DaemonState, DroppableSocket
 from kvpool.client.daemon_watch import DaemonWatch
+from kvpool.client.dialer import Dialer, welcome_of
+from kvpool.client.leftovers import Leftovers
 from kvpool.errors import (
     InternalError,
     InvalidRequest,
@@ -30,9 +31,7 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.memory.owner_liveness import LifeView
-from kvpool.memory.peer_process import check_owner
 from kvpool.retry import Backoff
-from kvpool.types import PARTS_MAX
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 
@@ -51,8 +50,7 @@ class Connections:
     made by a thread of its own, whose exceptions are all its own.
 
     After a failure requests fail at once until the next attempt is due; then one thread at a time tries
-    to reconnect. Messages that need no answer (`abandon`, `release_later`)
-    are sent ahead of the next request.
+    to reconnect. Leftovers are sent ahead of the next request.
 
     daemon: the incarnation that answered last; None: none did, or its process has ended. incarnation: its name, also
     after its end. read_only: the segment is mapped without the right to write.
@@ -62,31 +60,16 @@ class Connections:
     """
 
     def __init__(
-        self,
-        socket_path: str,
-        *,
-        tenant: str,
-        token: str | None,
-        instance: str,
-        operator_token: str,
-        operator_socket: str | None,
-        timeout_s: float,
-        connections_max: int,
-        read_only: bool = False,
+        self, dialer: Dialer, *, timeout_s: float, connections_max: int, read_only: bool = False
     ) -> None:
-        self.read_only = read_only
-        self.socket_path = socket_path
-        self._operator_socket = operator_socket
-        self.tenant = tenant
+        self.dialer = dialer
         self.timeout_s = timeout_s
-        self.instance = instance
+        self.read_only = read_only
         self.daemon: DaemonState | None = None
         self.incarnation = ""
         self.closed = False
+        self.leftovers = Leftovers()
         self._watch: DaemonWatch | None = None
-        self.client_id = secrets.token_hex(16)
-        self._token = token
-        self._operator_token = operator_token
         self._pid = os.getpid()
         self._idle: deque[Connection] = deque()
         # Every connection that was made and may be open; replaced as a whole.
@@ -97,19 +80,10 @@ class Connections:
         self._lock = threading.Lock()  # never taken by a caller's thread
         self._waiting: deque[SimpleQueue[None]] = deque()
         """Bells of threads that wait for a connection."""
-        self._finished: deque[str] = deque(maxlen=client_wire.TOKENS_MAX)
-        """Tokens of leases to release."""
-        self._orphans: dict[int, str] = {}
-        """Reservations to abort: their daemon's incarnation, by ticket."""
-        self._tickets = itertools.count(1)
-        # Of reservations whose slots nobody has been given, with their daemon's incarnation.
-        self._unseen: dict[int, weakref.KeyedRef[tuple[int, str], Ticket]] = {}
-        self._dropped: deque[weakref.KeyedRef[tuple[int, str], Ticket]] = deque()
-        """Those of them whose ticket is gone, in the order of their end."""
         self._failure = ""
         self._backoff = Backoff(*BACKOFF_S)
         self._probing = False
-        last = weakref.finalize(self, _take_leave, self._idle, self._finished, self._pid)
+        last = weakref.finalize(self, _take_leave, self._idle, self.leftovers.finished, self._pid)
         last.atexit = False  # the end of the process ends all that it holds
 
     @property
@@ -123,7 +97,7 @@ class Connections:
 
     def close(self) -> None:
         """Send the remaining messages, and close all connections; long waits end. Idempotent."""
-        if self._finished and self._idle:
+        if self.leftovers.finished and self._idle:
             try:
                 with self.request() as connection:
                     connection.flush()
@@ -162,26 +136,6 @@ class Connections:
         finally:
             self._long.discard(connection)
 
-    def release_later(self, token: str) -> None:
-        """Release a lease together with the next request."""
-        self._finished.append(token)
-
-    def ticket(self, incarnation: str) -> Ticket:
-        """Number a reservation of that daemon. It is aborted if the ticket is dropped before it is `seen`."""
-        ticket = Ticket(next(self._tickets), incarnation)
-        key = ticket.number, incarnation
-        self._unseen[ticket.number] = weakref.KeyedRef(ticket, self._dropped.append, key)
-        return ticket
-
-    def seen(self, ticket: Ticket) -> None:
-        """The caller may write to the reservation's slots from now on, or it is settled."""
-        self._unseen.pop(ticket.number, None)
-
-    def abandon(self, ticket: Ticket) -> None:
-        """Have a reservation aborted by its daemon, if that answers next. Nobody writes to its slots any more."""
-        self._orphans[ticket.number] = ticket.incarnation
-        self.seen(ticket)
-
     def attach_device(self) -> tuple[client_wire.Welcome, LifeView] | None:
         """A handle of spare device memory, and the descriptor that signals its end; None: there is none, or no
         daemon.
@@ -196,7 +150,7 @@ class Connections:
             return welcome, view
 
         try:
-            welcome, view = self._apart(introduce)
+            welcome, view = _apart(introduce, self.dialer.socket_path, STEPS * self.timeout_s)
         except Unavailable:
             return None
         return None if view is None else (welcome, view)
@@ -220,18 +174,11 @@ class Connections:
             connection = self._idle.pop()
         except IndexError:
             connection = self._another(timeout_s)
-        if self._dropped:
-            self._find_dropped()
-        if self._orphans:
-            self._tell_orphans(connection)
-        if self._finished:
-            tokens: list[str] = []
-            while self._finished and len(tokens) < client_wire.TOKENS_MAX:
-                try:
-                    tokens.append(self._finished.popleft())
-                except IndexError:  # another thread took the last one
-                    break
-            connection.ahead += frame.encode(client_wire.Release(tokens), 0)
+        try:
+            self.leftovers.send(connection)
+        except Unavailable:
+            self.drop(connection)
+            raise
         return connection
 
     def _another(self, timeout_s: float) -> Connection:
@@ -239,7 +186,7 @@ class Connections:
         deadline = time.monotonic() + timeout_s
         while True:
             if self._count() < self._connections_max:
-                self._apart(self._make)
+                _apart(self._make, self.dialer.socket_path, STEPS * self.timeout_s)
             else:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -290,31 +237,6 @@ class Connections:
         if self.closed:
             self._end()
 
-    def _apart(self, work: Callable[[], T]) -> T:
-        """Return what the work returns, or raise what it raises. It goes on when the caller is interrupted."""
-        outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
-
-        def run() -> None:
-            try:
-                outcome.put((work(), None))
-            except BaseException as error:  # noqa: BLE001  (the caller raises it)
-                outcome.put((None, error))
-
-        try:
-            # `threading.Thread.start` waits with a lock that an exception may leave taken.
-            _thread.start_new_thread(run, ())
-            result, error = outcome.get(timeout=STEPS * self.timeout_s)
-        except RuntimeError:
-            raise Unavailable("no thread is left to connect to the daemon with") from None
-        except Empty:
-            raise Unavailable(f"the daemon at {self.socket_path} did not answer in time") from None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback refers to this frame
-        return cast(T, result)
-
     def give_back(self, connection: Connection) -> None:
         if self.closed or connection.daemon is not self.daemon:
             connection.close()
@@ -335,7 +257,7 @@ class Connections:
         connection.close()
         if connection.daemon is self.daemon:  # not one whose successor answers already
             self._close_idle()
-            self._back_off(f"the daemon at {self.socket_path} failed")
+            self._back_off(f"the daemon at {self.dialer.socket_path} failed")
         self._ring()
 
     def end(self, connection: Connection) -> None:
@@ -349,30 +271,6 @@ class Connections:
                 self._idle.pop().close()
             except IndexError:
                 return  # a request was faster, and will find out itself
-
-    def _find_dropped(self) -> None:
-        """Abandon reservations whose slots nobody was given, and nobody will be."""
-        for ref in list(self._dropped):
-            number, incarnation = ref.key
-            self._orphans[number] = incarnation
-            self._unseen.pop(number, None)
-            try:
-                self._dropped.remove(ref)  # the first, unless another thread was faster
-            except ValueError:
-                pass
-
-    def _tell_orphans(self, connection: Connection) -> None:
-        """Report to the daemon slots that nobody will commit. A second report of the same changes nothing."""
-        orphans = dict(self._orphans)
-        its = [ticket for ticket, of in orphans.items() if of == connection.daemon.incarnation]
-        try:
-            for begin in range(0, len(its), PARTS_MAX):  # one request takes no more
-                connection.tell(client_wire.Abort(its[begin : begin + PARTS_MAX]))
-        except Unavailable:
-            self.drop(connection)
-            raise
-        for ticket in orphans:
-            self._orphans.pop(ticket, None)
 
     def _back_off(self, why: str) -> None:
         """Fail requests at once for a while. Concurrent failures count as one."""
@@ -398,45 +296,6 @@ class Connections:
             if probe:
                 self._probing = False
 
-    def _dial(self, sock: socket.socket) -> None:
-        """An operator's connection goes to the operators' socket, where this process can open one."""
-        if self._operator_socket is not None:
-            try:
-                sock.connect(self._operator_socket)
-            except (FileNotFoundError, ConnectionRefusedError, PermissionError):
-                pass  # the caller may be no operator: the daemon says so when it matters
-            else:
-                check_owner(sock, self._operator_socket)
-                return
-        sock.connect(self.socket_path)
-        check_owner(sock, self.socket_path)
-
-    def _say_hello(self, sock: socket.socket, *, device: bool) -> tuple[bytes, list[int]]:
-        """The daemon's answer, and the descriptors that came with it. Raises `OSError`, and `NotAuthenticated` for
-        somebody else who listens there.
-        """
-        limit = timeval(self.timeout_s)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._dial(sock)
-        hello = client_wire.Hello(
-            frame.PROTOCOL_VERSION,
-            self.tenant,
-            self.instance,
-            self.client_id,
-            self._token,
-            self._operator_token,
-            device,
-        )
-        try:
-            sock.sendall(frame.encode(hello, 1))
-        except BrokenPipeError:
-            pass  # refused; the reason can be read
-        data, fds, _, _ = socket.recv_fds(sock, frame.HELLO_BYTES_MAX, 2)
-        for fd in fds:
-            os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would set it
-        return data, fds
-
     def _introduce(
         self, *, device: bool = False
     ) -> tuple[Connection, client_wire.Welcome, LifeView | None]:
@@ -445,7 +304,7 @@ class Connections:
         """
         sock = DroppableSocket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            data, fds = self._say_hello(sock, device=device)
+            data, fds = self.dialer.introduce(sock, self.timeout_s, device=device)
         except NotAuthenticated:
             sock.close()
             raise
@@ -454,27 +313,18 @@ class Connections:
             if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
                 self._nobody_listens()
             why = (
-                f"no kvpool daemon answers at {self.socket_path} ({error.strerror or error}). "
+                f"no kvpool daemon answers at {self.dialer.socket_path} ({error.strerror or error}). "
                 f"Start one with `kvpool serve`, or name its socket (--socket, KVPOOL_SOCKET)"
             )
             self._back_off(why)
             raise Unavailable(why) from None
         try:
-            frames = frame.FrameReader(frame.HELLO_BYTES_MAX).feed(data)
-            if not frames:
-                raise Unavailable("the daemon closed the connection before its Welcome")
-            welcome = client_wire.decode_daemon(frames[0][1])
-            if type(welcome) is frame.Error:
-                frame.raise_error(welcome)
-            if type(welcome) is client_wire.Welcome:
-                frame.agree(welcome.version, welcome.version, "the daemon")
-            if type(welcome) is not client_wire.Welcome or len(fds) != 1 + bool(welcome.device):
-                raise ProtocolError("the daemon's first answer is not a Welcome with a segment")
+            welcome = welcome_of(data, fds)
             view = LifeView(fds.pop()) if welcome.device else None
             daemon = self._meet(welcome, fds.pop(), sock)
         except LimitExceeded as error:
             sock.close()
-            why = f"the daemon at {self.socket_path} takes no more: {error}"
+            why = f"the daemon at {self.dialer.socket_path} takes no more: {error}"
             self._back_off(why)
             raise Unavailable(why) from None
         except KvpoolError as error:
@@ -519,7 +369,36 @@ class Connections:
             if self.daemon is daemon:
                 self.daemon = None
                 self._close_idle()
-                self._back_off(f"the daemon at {self.socket_path} has ended")
+                self._back_off(f"the daemon at {self.dialer.socket_path} has ended")
+
+
+def _apart(work: Callable[[], T], socket_path: str, timeout_s: float) -> T:
+    """Return what the work returns, or raise what it raises. It goes on when the caller is interrupted.
+
+    Raises `Unavailable` after the time-out.
+    """
+    outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except BaseException as error:  # noqa: BLE001  (the caller raises it)
+            outcome.put((None, error))
+
+    try:
+        # `threading.Thread.start` waits with a lock that an exception may leave taken.
+        _thread.start_new_thread(run, ())
+        result, error = outcome.get(timeout=timeout_s)
+    except RuntimeError:
+        raise Unavailable("no thread is left to connect to the daemon with") from None
+    except Empty:
+        raise Unavailable(f"the daemon at {socket_path} did not answer in time") from None
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+    return cast(T, result)
 
 
 def _let_go(ours: weakref.ref[Connections], its: weakref.ref[DaemonState]) -> None:
@@ -538,24 +417,13 @@ def _take_leave(idle: deque[Connection], finished: deque[str], pid: int) -> None
         idle.pop().leave(list(finished))
 
 
-class Ticket:
-    """The number of a reservation, and the incarnation of its daemon."""
-
-    __slots__ = ("__weakref__", "incarnation", "number")
-
-    def __init__(self, number: int, incarnation: str) -> None:
-        self.number = number
-        self.incarnation = incarnation
-
-
+@dataclass(slots=True, eq=False)
 class Request:
     """A connection for the length of a `with`: back to the pool, or closed if it failed or was interrupted."""
 
-    __slots__ = ("connection", "connections", "wait_s")
-
-    def __init__(self, connections: Connections, wait_s: float) -> None:
-        self.connections = connections
-        self.wait_s = wait_s
+    connections: Connections
+    wait_s: float
+    connection: Connection = field(init=False)
 
     def __enter__(self) -> Connection:
         self.connection = self.connections.take(self.wait_s)

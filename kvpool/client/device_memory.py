@@ -8,9 +8,28 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from kvpool.errors import SegmentError
+from kvpool.client.connections import Connections
+from kvpool.errors import InvalidRequest, SegmentError
 from kvpool.memory.owner_liveness import LifeView
 from kvpool.storage.device import DeviceSegment
+
+
+def attach(connections: Connections, on: Any) -> DeviceMemory | None:
+    """Map the daemon's spare device memory; see `Client.attach_device`."""
+    if connections.read_only:
+        raise InvalidRequest(
+            "a read-only client does not map device memory: it could not be kept from writing there"
+        )
+    found = connections.attach_device()
+    if found is None:
+        return None
+    welcome, view = found
+    try:
+        return DeviceMemory(welcome.device, welcome.life, view, on)
+    except SegmentError:
+        if view.alive:
+            raise
+        return None  # its process has died meanwhile, and the memory with it
 
 
 class DeviceMemory:

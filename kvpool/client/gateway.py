@@ -12,9 +12,10 @@ from urllib.parse import urlencode, urlsplit
 import msgspec
 
 from kvpool import __version__
+from kvpool.client.engines import Routing
 from kvpool.client.operator import OperatorClient, OperatorRequests
 from kvpool.config import secret_of
-from kvpool.decoding import decode_json, finite
+from kvpool.decoding import decode_json
 from kvpool.errors import (
     ConfigError,
     InvalidRequest,
@@ -30,7 +31,6 @@ from kvpool.net import is_loopback
 from kvpool.secret_files import is_printable
 from kvpool.telemetry import node_stats
 from kvpool.telemetry.node_stats import NodeStats
-from kvpool.types import Keys, check_digest, pack_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire.command import COMMANDS, to_json
@@ -75,6 +75,7 @@ class GatewayClient(OperatorRequests):
         self.tenant = tenant
         self.where = url.rstrip("/")
         self._server = HttpServer(url, token)
+        self.routing = Routing(self._ask, 0.0)
 
     def __enter__(self) -> Self:
         return self
@@ -86,24 +87,9 @@ class GatewayClient(OperatorRequests):
         """Close the connections that no request uses."""
         self._server.close()
 
-    # ---- what `Client` has beside operators' requests ------------------------------------------------------------
-
     def stats(self) -> NodeStats:
         """As `Client.stats`, of the gateway's node."""
         return node_stats.decode(self._ask(client_wire.Stats()).data)
-
-    def engines(self) -> list[dict[str, Any]]:
-        """As `Client.engines`."""
-        return list(self.ask_node(client_wire.Engines()))
-
-    def prefixes(
-        self, digest: bytes, keys: Keys, *, wait_s: float = 0.05
-    ) -> dict[str, tuple[int, int]]:
-        """As `Client.prefixes`."""
-        wait_s = finite(wait_s, "wait_s")
-        message = client_wire.Prefixes(check_digest(digest), pack_keys(keys), wait_s)
-        found = self.ask_node(message, wait_s=wait_s)
-        return {node: (memory, both) for node, (memory, both) in found.items()}
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

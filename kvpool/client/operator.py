@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from kvpool.client.client import RESET_S, Client
-from kvpool.config import default_operator_socket
+from kvpool.client.client import Client
+from kvpool.client.namespaces import RESET_S
 from kvpool.decoding import finite
 from kvpool.telemetry import node_stats
 from kvpool.telemetry.node_stats import NodeStats
@@ -148,17 +148,14 @@ class OperatorClient(OperatorRequests, Client):
     caller as an operator.
     """
 
-    def _operators_at(self, socket_path: str) -> str | None:
-        return default_operator_socket(socket_path)
+    _is_operator = True
 
     def _ask(self, message: frame.Message, wait_s: float = 0.0) -> Any:
-        with self._connections.request() as connection:
-            return connection.ask(message, self.timeout_s + wait_s)
+        return self._requests.ask(message, wait_s)
 
     def _ask_node(
         self, message: frame.Message, node: str, tenant: str = "", by: str = "", wait_s: float = 0.0
     ) -> Any:
         payload = frame.encode(message, 0)[frame.HEADER.size :]
         order = operator_wire.OnNode(node, payload, finite(wait_s, "wait_s"), tenant, by)
-        with self._connections.request() as connection:
-            return connection.ask(order, wait_s + self.timeout_s + RESET_S)
+        return self._requests.ask(order, wait_s + RESET_S)

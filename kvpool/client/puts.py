@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvpool.client.connection import Connection, DaemonState, Stash, refused
-from kvpool.client.connections import Connections, Ticket
 from kvpool.client.copying import CopyIn, part_bytes
-from kvpool.client.namespaces import OpenNamespaces
+from kvpool.client.leftovers import Ticket
+from kvpool.client.namespaces import Requests
 from kvpool.client.slots import Reservation, Slots
-from kvpool.errors import KvpoolError, UnknownReservation
+from kvpool.errors import InvalidRequest, KvpoolError, UnknownReservation
 from kvpool.memory.buffers import Source
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 from kvpool.wire import client as client_wire
@@ -29,9 +30,16 @@ def chained(packed: bytes, parent: bytes | None) -> bytes:
 class Reservations:
     """Asks for slots and commits them. Thread-safe."""
 
-    def __init__(self, connections: Connections, namespaces: OpenNamespaces) -> None:
-        self._connections = connections
-        self._namespaces = namespaces
+    def __init__(self, requests: Requests) -> None:
+        self._connections = requests.connections
+        self._namespaces = requests.namespaces
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` in a client that may not write."""
+        if self._connections.read_only:
+            raise InvalidRequest(
+                "this client has mapped the pool's memory read-only: it writes no blocks"
+            )
 
     def reserve(
         self,
@@ -45,7 +53,7 @@ class Reservations:
     ) -> list[Reservation]:
         """Return one a part. parents: of each key. patience_bytes: of a concurrent copy."""
         daemon, timeout_s = connection.daemon, self._connections.timeout_s
-        tickets = [self._connections.ticket(daemon.incarnation) for _ in parts]
+        tickets = [self._connections.leftovers.ticket(daemon.incarnation) for _ in parts]
 
         def ask(number: int) -> Any:
             numbers = [ticket.number for ticket in tickets]
@@ -60,7 +68,7 @@ class Reservations:
             except BaseException as error:
                 if not refused(error):  # the daemon may have reserved
                     for ticket in tickets:
-                        self._connections.abandon(ticket)
+                        self._connections.leftovers.abandon(ticket)
                 raise
 
         answer = self._namespaces.with_number(connection, ns, ask)
@@ -105,7 +113,7 @@ class Reservations:
         """Return how many blocks of each are new. Raises `UnknownReservation` if the daemon does not know one of them:
         the others are committed.
         """
-        if any(connection.daemon is not reservation._daemon for reservation in reservations):
+        if any(connection.daemon is not reservation.daemon for reservation in reservations):
             for reservation in reservations:
                 reservation.settled()
             raise UnknownReservation(
@@ -130,39 +138,84 @@ class Reservations:
         return stored
 
 
-class GrantedPuts:
-    """Puts in one exchange: blocks are copied into slots granted earlier, which then get their keys. Thread-safe.
+@dataclass(slots=True)
+class _Put:
+    """Blocks to be stored, of one part. request: on whose behalf."""
+
+    ns: Namespace
+    packed: bytes
+    source: Source
+    part: int
+    parents: bytes
+    replicas: int
+    request: str
+
+
+class Puts:
+    """Stores blocks, also in one exchange: copied into slots that were granted earlier, which then get their keys.
+    Thread-safe.
 
     An exchange costs as much as copying megabytes. So this copies without asking which blocks are
     present; a present block costs only its copy.
     """
 
-    def __init__(
-        self, connections: Connections, namespaces: OpenNamespaces, copy_in: CopyIn
-    ) -> None:
-        self._connections = connections
-        self._namespaces = namespaces
-        self._copy_in = copy_in
-
-    def fits(self, ns: Namespace, part: int, source: Source) -> bool:
-        """Whether to copy a put of these blocks before asking the daemon which are present."""
-        if source.total > ONE_EXCHANGE_BYTES:
-            return False
-        daemon = self._connections.daemon
-        stash = None if daemon is None else daemon.stashes.get((ns.digest, part))
-        return stash is None or (not stash.ask_first and source.n < stash.most)
+    def __init__(self, requests: Requests, reservations: Reservations) -> None:
+        self._connections = requests.connections
+        self._namespaces = requests.namespaces
+        self._reservations = reservations
+        self._copy_in = CopyIn()
 
     def put(
         self,
         ns: Namespace,
         packed: bytes,
-        source: Source,
+        blocks: Any,
         part: int,
         parents: bytes,
         replicas: int,
         request: str,
-    ) -> int | None:
-        """How many blocks are new; None if the daemon grants too few slots."""
+    ) -> tuple[int, int]:
+        """How many blocks are new, and how many of the last ones found no space. Raises `PoolFull` if none did."""
+        self._reservations.check()
+        source = Source(blocks, len(packed) // KEY_BYTES, part_bytes(ns, part))
+        if not source.n:
+            return 0, 0
+        put = _Put(ns, packed, source, part, parents, replicas, request)
+        stored = self._put_granted(put)
+        return self._put_reserved(put) if stored is None else (stored, 0)
+
+    def _put_reserved(self, put: _Put) -> tuple[int, int]:
+        """Ask first which blocks are present."""
+        source = put.source
+        with self._connections.request() as connection:
+            requests = [(put.request, source.n)] if put.request else []
+            (reservation,) = self._reservations.reserve(
+                connection, put.ns, [put.part], put.packed, put.parents, requests, source.total
+            )
+            stored = 0
+            if len(reservation.missing):
+                with reservation:
+                    slots = reservation.slots
+                    checksums = self._copy_in(
+                        source, reservation.missing, slots.table, slots.rows, slots.fd
+                    )
+                    connection.be_patient(source.total)
+                    (stored,) = self._reservations.commit(
+                        connection, [reservation], [checksums], put.replicas
+                    )
+            stash = connection.daemon.stashes.get((put.ns.digest, put.part))
+            if stash is not None:
+                stash.ask_first = len(reservation.missing) < source.n
+        return stored, reservation.refused
+
+    def _put_granted(self, put: _Put) -> int | None:
+        """How many blocks are new; None: they have to be reserved, or the daemon has granted too few slots."""
+        if put.source.total > ONE_EXCHANGE_BYTES:
+            return None
+        daemon = self._connections.daemon
+        stash = None if daemon is None else daemon.stashes.get((put.ns.digest, put.part))
+        if stash is not None and (stash.ask_first or put.source.n >= stash.most):
+            return None
         with self._connections.request() as connection:
             grants = connection.daemon.grants
             use = grants.begin()
@@ -175,11 +228,7 @@ class GrantedPuts:
                         known.take(len(known))
                     grants.settled(use)
                 stored = self._namespaces.with_number(
-                    connection,
-                    ns,
-                    lambda number: self._store(
-                        *(connection, number, ns, packed, source, part, parents, replicas, request)
-                    ),
+                    connection, put.ns, lambda number: self._store(connection, number, put)
                 )
             except BaseException as error:
                 grants.end(use, doubtful=not refused(error))
@@ -187,28 +236,14 @@ class GrantedPuts:
             grants.end(use)
             return stored
 
-    def _store(
-        self,
-        connection: Connection,
-        number: int,
-        ns: Namespace,
-        packed: bytes,
-        source: Source,
-        part: int,
-        parents: bytes,
-        replicas: int,
-        request: str,
-    ) -> int | None:
-        n = source.n
-        stash = connection.daemon.stashes.get((ns.digest, part))
+    def _store(self, connection: Connection, number: int, put: _Put) -> int | None:
+        n, name, timeout_s = put.source.n, (put.ns.digest, put.part), self._connections.timeout_s
+        stash = connection.daemon.stashes.get(name)
         rows = stash.take(n) if stash is not None else []
         if len(rows) < n:
-            answer = connection.ask(
-                client_wire.Grant(number, part, n - len(rows)), self._connections.timeout_s
-            )
+            answer = connection.ask(client_wire.Grant(number, put.part, n - len(rows)), timeout_s)
             if stash is None:
-                stash = Stash(answer.stride)
-                stash = connection.daemon.stashes.setdefault((ns.digest, part), stash)
+                stash = connection.daemon.stashes.setdefault(name, Stash(answer.stride))
             stash.add(answer.rows)
             rows += stash.take(n - len(rows))
             if len(rows) < n:
@@ -218,19 +253,19 @@ class GrantedPuts:
         assert stash is not None
         try:
             checksums = self._copy_in(
-                source,
+                put.source,
                 np.arange(n),
                 connection.daemon.table(stash.stride),
                 np.array(rows, dtype=np.int64),
                 connection.daemon.segment.fd,
             )
-            packed_rows = frame.pack_rows(rows)
-            connection.be_patient(source.total)
+            fields = frame.pack_rows(rows), put.packed, checksums, n
+            connection.be_patient(put.source.total)
             answer = connection.ask(
                 client_wire.Store(
-                    *(number, part, packed_rows, packed, checksums, n, parents, replicas, request)
+                    number, put.part, *fields, put.parents, put.replicas, put.request
                 ),
-                self._connections.timeout_s,
+                timeout_s,
             )
         except KvpoolError as error:
             if refused(error):

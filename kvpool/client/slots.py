@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy.typing as npt
 import xxhash
 
 from kvpool.client.connection import Connection, DaemonState
-from kvpool.client.connections import Connections, Ticket
+from kvpool.client.connections import Connections
+from kvpool.client.leftovers import Ticket
 from kvpool.errors import LeaseLost, Unavailable
-from kvpool.memory.buffers import Rows2D
+from kvpool.memory.buffers import Rows2D, row_checksums
 from kvpool.types import CHECKSUM_BYTES
 from kvpool.wire import client as client_wire
 from kvpool.wire.frame import NO_ROW
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 Indices = npt.NDArray[np.int64]
 
 
+@dataclass(slots=True, eq=False)
 class Slots:
     """n slots of one part in the segment.
 
@@ -40,39 +43,15 @@ class Slots:
     Valid for reading and writing while their lease or reservation lasts.
     """
 
-    __slots__ = (
-        "_daemon",
-        "_device",
-        "checksums",
-        "device_rows",
-        "first",
-        "nbytes",
-        "part",
-        "rows",
-        "stride",
-    )
-
-    def __init__(
-        self,
-        daemon: DaemonState,
-        part: int,
-        first: int,
-        nbytes: int,
-        stride: int,
-        rows: Indices,
-        device_rows: Indices | None = None,
-        device: DeviceMemory | None = None,
-        checksums: Rows2D | None = None,
-    ) -> None:
-        self.checksums = checksums
-        self._daemon = daemon
-        self.part = part
-        self.first = first
-        self.nbytes = nbytes
-        self.stride = stride
-        self.rows = rows
-        self.device_rows = device_rows
-        self._device = device
+    _daemon: DaemonState
+    part: int
+    first: int
+    nbytes: int
+    stride: int
+    rows: Indices
+    device_rows: Indices | None = None
+    _device: DeviceMemory | None = None
+    checksums: Rows2D | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -133,6 +112,7 @@ def differing(indices: Indices, digest_of: Callable[[int], bytes], expected: Row
     return np.array(found, np.int64)
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """The right to read the slots of a prefix until `deadline`. Release it when done, or use `with`.
 
@@ -144,25 +124,13 @@ class Lease:
     life: of that memory, even if only other processes are attached to it; 0: all slots are in the segment.
     """
 
-    __slots__ = ("_connections", "blocks", "deadline", "device", "life", "slots", "token")
-
-    def __init__(
-        self,
-        connections: Connections,
-        token: str,
-        blocks: int,
-        deadline: float,
-        slots: dict[int, Slots],
-        device: DeviceMemory | None = None,
-        life: int = 0,
-    ) -> None:
-        self._connections = connections
-        self.token = token
-        self.blocks = blocks
-        self.deadline = deadline
-        self.slots = slots
-        self.device = device
-        self.life = life
+    _connections: Connections
+    token: str
+    blocks: int
+    deadline: float
+    slots: dict[int, Slots]
+    device: DeviceMemory | None = None
+    life: int = 0
 
     @property
     def valid(self) -> bool:
@@ -214,7 +182,7 @@ class Lease:
         """As `release`, together with the client's next request: for readers that make the next one soon."""
         if self.token:
             token, self.token = self.token, ""
-            self._connections.release_later(token)
+            self._connections.leftovers.finished.append(token)
 
     def __enter__(self) -> Self:
         return self
@@ -274,6 +242,7 @@ def _rows(packed: bytes) -> Indices:
     return np.frombuffer(packed, dtype=np.uint32).astype(np.int64)
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """Slots to be written, then committed. With `with`, an uncommitted reservation is aborted at the end.
 
@@ -282,39 +251,32 @@ class Reservation:
     refused: how many of the last keys got no slot, because leases or hard pins hold the space.
     """
 
-    __slots__ = ("_connections", "_daemon", "_settled", "_slots", "missing", "refused", "ticket")
-
-    def __init__(
-        self,
-        connections: Connections,
-        daemon: DaemonState,
-        ticket: Ticket,
-        slots: Slots,
-        missing: Indices,
-        refused: int,
-    ) -> None:
-        self._connections = connections
-        self._daemon = daemon
-        self.ticket = ticket
-        self._settled = False
-        self._slots = slots
-        self.missing = missing
-        self.refused = refused
+    _connections: Connections
+    daemon: DaemonState
+    ticket: Ticket
+    _slots: Slots
+    missing: Indices
+    refused: int
+    _settled: bool = field(default=False, init=False)
 
     @property
     def slots(self) -> Slots:
         """One for each block to write; from now on a dropped reservation is not aborted by itself."""
-        self._connections.seen(self.ticket)
+        self._connections.leftovers.seen(self.ticket)
         return self._slots
+
+    def checksums(self) -> bytes:
+        """Of the bytes in the slots now."""
+        return row_checksums(self._slots.table, self._slots.rows, self._slots.nbytes)
 
     def settled(self) -> None:
         """Nothing is left to commit or to abort."""
         self._settled = True
-        self._connections.seen(self.ticket)
+        self._connections.leftovers.seen(self.ticket)
 
     def abandon(self) -> None:
         """Have the daemon abort what it may not have committed, with the next request."""
-        self._connections.abandon(self.ticket)
+        self._connections.leftovers.abandon(self.ticket)
         self.settled()
 
     def abort(self) -> None:

@@ -33,7 +33,7 @@ def main() -> None:
     client = Client(socket, timeout_s=PATIENCE_S)
     ns = client.open(RECORD)
     where = {"replay": f"{endpoint}.replay", "topic": "kv", "groups": [0]}
-    say(client.follow_events(ns, endpoint, **where))
+    say(client.engine.follow_events(ns, endpoint, **where))
     for line in sys.stdin:
         command, *words = line.split()
         numbers = [int(word) for word in words]
@@ -42,9 +42,9 @@ def main() -> None:
             answer = str(client.match(ns, [key(number) for number in numbers]))
         elif command == "reset":
             publisher.publish([{"type": "AllBlocksCleared"}])
-            client.reset(ns)
+            client.namespaces.reset(ns)
         elif command == "stop":
-            answer = str(client.follow_events(ns, ""))
+            answer = str(client.engine.follow_events(ns, ""))
         elif command == "cleared":
             publisher.publish([{"type": "AllBlocksCleared"}])
         else:

@@ -26,7 +26,7 @@ client = Client(SOCKET, timeout_s=60.0)
 ns = client.open(RECORD)
 url = hear()
 while url:
-    say(client.announce_engine(ns, None if url == "none" else EngineRecord(url)))
+    say(client.engine.announce(ns, None if url == "none" else EngineRecord(url)))
     url = hear()
 """
 
@@ -38,23 +38,23 @@ def key(number):
 def test_an_engine_is_known_as_long_as_its_process_lives(start, until):
     daemon = start("--node", "n", "--label", "zone=z")
     with daemon.client() as asker:
-        assert asker.engines() == []
+        assert asker.routing.engines() == []
         engine = daemon.script(ANNOUNCE)
         for url in ("http://h:1", "http://h:2"):
             engine.say(url)
             assert engine.hear() == "True"
-            (found,) = asker.engines()
+            (found,) = asker.routing.engines()
             assert (found["url"], found["role"], found["node"]) == (url, "both", "n")
             assert found["namespace"] == RECORD.digest().hex()
             assert found["here"] and found["labels"] == {"zone": "z"}
         engine.say("none")
         engine.hear()
-        assert asker.engines() == []
+        assert asker.routing.engines() == []
         engine.say("http://h:3")
         engine.hear()
-        assert asker.engines()
+        assert asker.routing.engines()
         engine.kill()
-        until(lambda: asker.engines() == [], what="the engine is forgotten")
+        until(lambda: asker.routing.engines() == [], what="the engine is forgotten")
 
 
 def test_a_client_that_is_idle_keeps_its_engine(daemon, client, until):
@@ -65,19 +65,19 @@ def test_a_client_that_is_idle_keeps_its_engine(daemon, client, until):
     )
     assert engine.hear() == "True"
     until(lambda: daemon.stats().connections == 2)  # this question's own, and the fixture's
-    assert len(client.engines()) == 1
+    assert len(client.routing.engines()) == 1
 
 
 def test_it_is_told_again_to_a_daemon_that_was_started_anew(start, until):
     daemon = start(name="first")
     with daemon.client() as client, daemon.client() as asker:
         ns = client.open(RECORD)
-        assert client.announce_engine(ns, ENGINE)
+        assert client.engine.announce(ns, ENGINE)
         daemon.kill()
-        assert not client.announce_engine(ns, ENGINE)
+        assert not client.engine.announce(ns, ENGINE)
         start("--socket", daemon.socket, name="second")
-        until(lambda: client.announce_engine(ns, ENGINE))
-        told = [engine for engine in asker.engines() if engine["url"] == ENGINE.url]
+        until(lambda: client.engine.announce(ns, ENGINE))
+        told = [engine for engine in asker.routing.engines() if engine["url"] == ENGINE.url]
         assert len(told) == 1
         assert told[0].items() >= {"groups": [0], "max_len": 4096, "tenant": "default"}.items()
 
@@ -92,16 +92,16 @@ def test_tenants_know_their_own_only(start):
         daemon.client(tenant="b", token="token-of-b-123456") as other,
     ):
         ns = one.open(RECORD)
-        assert one.announce_engine(ns, replace(ENGINE, tenant="b"))
-        assert [engine["url"] for engine in one.engines()] == [ENGINE.url]
-        assert other.engines() == []
+        assert one.engine.announce(ns, replace(ENGINE, tenant="b"))
+        assert [engine["url"] for engine in one.routing.engines()] == [ENGINE.url]
+        assert other.routing.engines() == []
         with pytest.raises(NotAuthenticated, match="announce = true"):
-            other.announce_engine(other.open(RECORD), ENGINE)
-        assert other.announce_engine(other.open(RECORD), None), "to withdraw is no right"
-        assert other.engines() == []
+            other.engine.announce(other.open(RECORD), ENGINE)
+        assert other.engine.announce(other.open(RECORD), None), "to withdraw is no right"
+        assert other.routing.engines() == []
         one.put(ns, [key(1)], [bytes(4096)])
-        assert one.prefixes(ns.digest, [key(1)]) != {}
-        assert other.prefixes(ns.digest, [key(1)]) == {}
+        assert one.routing.prefixes(ns.digest, [key(1)]) != {}
+        assert other.routing.prefixes(ns.digest, [key(1)]) == {}
 
 
 WRONG = [
@@ -128,19 +128,19 @@ def test_what_no_engine_can_be(client):
     ns = client.open(RECORD)
     for wrong in WRONG:
         with pytest.raises(InvalidRequest):
-            client.announce_engine(ns, replace(ENGINE, **wrong))
-        assert client.engines() == []
-    assert client.announce_engine(ns, None)
+            client.engine.announce(ns, replace(ENGINE, **wrong))
+        assert client.routing.engines() == []
+    assert client.engine.announce(ns, None)
 
 
 def test_engines_of_a_node_are_limited(start):
     daemon = start("--engines-max", "1")
     with daemon.client() as one, daemon.client() as two:
-        assert one.announce_engine(one.open(RECORD), ENGINE)
+        assert one.engine.announce(one.open(RECORD), ENGINE)
         with pytest.raises(LimitExceeded, match="engines_max"):
-            two.announce_engine(two.open(RECORD), ENGINE)
-        assert one.announce_engine(one.open(RECORD), None)
-        assert two.announce_engine(two.open(RECORD), ENGINE)
+            two.engine.announce(two.open(RECORD), ENGINE)
+        assert one.engine.announce(one.open(RECORD), None)
+        assert two.engine.announce(two.open(RECORD), ENGINE)
 
 
 def test_prefixes_of_a_node_that_is_alone(start, until):
@@ -148,15 +148,15 @@ def test_prefixes_of_a_node_that_is_alone(start, until):
     with daemon.client() as client:
         ns = client.open(RECORD)
         keys = [key(n) for n in range(10)]
-        assert client.prefixes(ns.digest, keys) == {}
-        assert client.prefixes(bytes(16), keys) == {}
+        assert client.routing.prefixes(ns.digest, keys) == {}
+        assert client.routing.prefixes(bytes(16), keys) == {}
         client.put(ns, keys[:6], [bytes(4096)] * 6)
         client.put(ns, keys[7:], [bytes(4096)] * 3)
-        assert client.prefixes(ns.digest, keys) == {"n": (6, 6)}
-        assert client.prefixes(ns.digest, keys[7:]) == {"n": (3, 3)}
-        assert client.prefixes(ns.digest, []) == {}
+        assert client.routing.prefixes(ns.digest, keys) == {"n": (6, 6)}
+        assert client.routing.prefixes(ns.digest, keys[7:]) == {"n": (3, 3)}
+        assert client.routing.prefixes(ns.digest, []) == {}
         with pytest.raises(LimitExceeded):
-            client.prefixes(ns.digest, bytes(16 * (frame.KEYS_MAX + 1)))
+            client.routing.prefixes(ns.digest, bytes(16 * (frame.KEYS_MAX + 1)))
 
 
 def test_prefixes_count_disks(start, folder, until):
@@ -167,10 +167,10 @@ def test_prefixes_count_disks(start, folder, until):
         client.put(ns, keys, [bytes(4096)] * 8)
         until(lambda: client.stats().tiers.ssd[0].written_blocks == 8)
         client.evict(keys[2:5], tier="dram")
-        assert client.prefixes(ns.digest, keys) == {"n": (2, 8)}
+        assert client.routing.prefixes(ns.digest, keys) == {"n": (2, 8)}
 
 
 def test_the_default_tenant_may_be_told_not_to(start):
     daemon = start("--no-announce")
     with daemon.client() as client, pytest.raises(NotAuthenticated, match="may not announce"):
-        client.announce_engine(client.open(RECORD), ENGINE)
+        client.engine.announce(client.open(RECORD), ENGINE)

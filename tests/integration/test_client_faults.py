@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client
+from kvpool.client.puts import Reservations
 from kvpool.errors import (
     InvalidRequest,
     KvpoolError,
@@ -46,7 +47,7 @@ def put(client, ns, *numbers: int) -> int:
 
 def wait_at_most(client: Client, seconds: float) -> None:
     """The time-out of its requests from now on."""
-    client.timeout_s = connections_of(client).timeout_s = seconds
+    connections_of(client).timeout_s = seconds
 
 
 def used(client) -> int:
@@ -443,15 +444,15 @@ def test_one_thread_at_a_time_finds_out_whether_a_stopped_daemon_is_back(
         time.sleep(max(0.0, connections_of(client)._backoff.retry_at - time.monotonic()))
         answered: list[int] = []
         trying: list[int] = []
-        connections = connections_of(client)
-        introduce = connections._introduce
+        dialer = connections_of(client).dialer
+        introduce = dialer.introduce
 
-        def counted(**settings):
+        def counted(*given, **settings):
             trying.append(1)
             until(lambda: len(answered) == 7, "the others have their answers")
-            return introduce(**settings)
+            return introduce(*given, **settings)
 
-        monkeypatch.setattr(connections, "_introduce", counted)
+        monkeypatch.setattr(dialer, "introduce", counted)
 
         def ask() -> None:
             answered.append(client.match(ns, [key(1)]))
@@ -470,14 +471,13 @@ def test_a_put_on_a_daemon_that_stops_between_reserve_and_commit(daemon, until, 
     """The client gives up, and what it reserved comes back when the daemon does."""
     with daemon.client(timeout_s=TIMEOUT_S, connect=True) as client, daemon.client() as observer:
         ns = client.open(NamespaceRecord.simple("large", block_bytes=1 << 20, block_tokens=16))
-        reservations = client._reservations
-        real = reservations.commit
+        real = Reservations.commit
 
         def stop_first(*args):
             daemon.signal(signal.SIGSTOP)
             return real(*args)
 
-        monkeypatch.setattr(reservations, "commit", stop_first)
+        monkeypatch.setattr(Reservations, "commit", stop_first)
         began = time.monotonic()
         with pytest.raises(Unavailable):
             client.put(ns, [key(n) for n in range(8)], np.ones((8, 1 << 20), np.uint8))

@@ -210,7 +210,7 @@ def test_what_the_daemon_refuses_to_commit_can_be_given_back(
     before = client.stats().counters.aborted
     reservations = client.reserve_parts(ns, KEYS, PARTS, PARENTS)
     with (
-        patch("kvpool.client.client.row_checksums", lambda *_: b"too short"),
+        patch("kvpool.client.slots.row_checksums", lambda *_: b"too short"),
         pytest.raises(InvalidRequest, match="bytes of checksums"),
     ):
         client.commit_parts(reservations)

@@ -448,7 +448,7 @@ def test_namespaces_that_are_closed_make_room_for_others(start_one):
     with start_one("--memory", "32MiB") as daemon, daemon.client(connect=True) as client:
         for number in range(1100):
             ns = client.open(NamespaceRecord({"weights": number}, (PartSpec(64),)))
-            client.close_namespace(ns)
+            client.namespaces.close(ns)
         # One that was closed may be used as before.
         assert client.put(ns, bytes(16), bytes(64)) == 1
         assert client.match(ns, bytes(16)) == 1

@@ -547,7 +547,7 @@ def test_another_process_with_the_same_client_id_is_refused(daemon):
     thief = daemon.script(
         """
 client = Client(SOCKET, timeout_s=60, instance="test")
-client._connections.client_id = hear()
+client._connections.dialer.client_id = hear()
 try:
     client.match(client.open(RECORD), [key(1)])
 except Exception as error:

@@ -181,7 +181,7 @@ def test_what_is_removed_or_evicted_is_gone(lifted):
 
 
 def test_a_reset_ends_what_is_on_the_device(lifted, until):
-    lifted.client.reset(lifted.ns)
+    lifted.client.namespaces.reset(lifted.ns)
     assert lifted.read(range(32), PATIENCE_S) == set()
     until(lambda: lifted.device.used_bytes == 0)
     lift(lifted, range(8), until)
@@ -537,7 +537,7 @@ def test_memory_on_another_device_is_not_attached_to(direct):
 
 def test_a_reset_ends_what_is_read_on_the_device(direct):
     with direct.lease(range(32)) as lease:
-        direct.client.reset(direct.ns)
+        direct.client.namespaces.reset(direct.ns)
         assert direct.lease(range(32), wait_s=0.0) is None
         assert content(lease) == [block(n) for n in range(32)], "a lease outlives it"
 

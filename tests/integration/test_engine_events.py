@@ -11,7 +11,7 @@ ns = client.open(RECORD)
 pub = zmq.Context.instance().socket(zmq.PUB)
 pub.bind("ipc://" + hear())
 endpoint = pub.getsockopt_string(zmq.LAST_ENDPOINT)
-say(client.follow_events(ns, endpoint, groups=[0]))
+say(client.engine.follow_events(ns, endpoint, groups=[0]))
 say(client.match(ns, [key(1)]))
 hear()
 """

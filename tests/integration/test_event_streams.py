@@ -221,7 +221,7 @@ def test_a_reader_knows_what_is_in_memory(start, at, readers, until) -> None:
             pool.put(8)
             agree(reader, pool, until)
         assert len(pool.where()[Presence.NOWHERE]) > 80
-        client.clear_namespace(pool.ns)
+        client.namespaces.clear(pool.ns)
         assert agree(reader, pool, until)[Presence.MEMORY] == set()
         pool.put(3)
         assert len(agree(reader, pool, until)[Presence.MEMORY]) == 3
@@ -350,7 +350,7 @@ def test_whoever_asks_for_replays_ends_and_stalls_nothing(start, at, readers, un
             keys = [key(turn, at) for at in range(4)]
             assert client.put_each(ns, keys, [bytes(NBYTES)] * 4).all()
             client.remove(ns, keys)
-            client.clear_namespace(pool.ns)
+            client.namespaces.clear(pool.ns)
             pool.put(2)
             reader.read()
             reader.ask()

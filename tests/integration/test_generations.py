@@ -26,7 +26,7 @@ class Engine:
     def load(self, weights: int) -> None:
         """New weights, and the reset that goes with them."""
         self.weights = weights
-        self.client.reset(self.ns)
+        self.client.namespaces.reset(self.ns)
 
     def back(self) -> bool:
         """Whether it has found the daemon again."""
@@ -67,7 +67,11 @@ def test_each_engine_resets_once_for_each_change_in_any_order(engines):
             second.put(range(8, 16))
         second.load(weights)
         assert second.found(range(16)) == {weights}
-        assert one.client.generation(one.ns) == two.client.generation(two.ns) == weights
+        assert (
+            one.client.namespaces.generation(one.ns)
+            == two.client.namespaces.generation(two.ns)
+            == weights
+        )
 
 
 def test_an_engine_that_is_two_changes_behind_is_let_in_after_its_second(engines):
@@ -101,7 +105,7 @@ def test_a_restart_of_the_daemon_lets_nobody_in(daemon, start, engines, until):
         two.put(range(4, 8))
     assert two.found(range(8)) == set()
     two.load(1)
-    assert two.client.generation(two.ns) == 1
+    assert two.client.namespaces.generation(two.ns) == 1
     assert two.found(range(8)) == one.found(range(8)) == {1}
     one.client.close()
 
@@ -146,8 +150,8 @@ def test_processes_of_one_engine_open_with_its_generation(daemon, engines):
     one.load(1)
     worker = two.client.open(RECORD, generation=0)
     with daemon.client(connect=True) as client:
-        assert client.generation(worker) == -1
-        ns = client.open(RECORD, generation=one.client.generation(one.ns))
+        assert client.namespaces.generation(worker) == -1
+        ns = client.open(RECORD, generation=one.client.namespaces.generation(one.ns))
         assert client.put(ns, keys_of(range(2)), np.zeros((2, NBYTES), np.uint8)) == 2
         client.open(RECORD, generation=0)
         with pytest.raises(StaleEpoch):

@@ -41,10 +41,10 @@ class Engine:
         return sum(disk.blocks for disk in self.client.stats().tiers.ssd)
 
     def intend(self, intent: Intent, numbers: Iterable[int] = (), **more):
-        return self.client.intend(self.ns, intent, keys_of(numbers), **more)
+        return self.client.intents.declare(self.ns, intent, keys_of(numbers), **more)
 
     def turn(self, session: str, numbers: Iterable[int], **more) -> None:
-        self.client.session_turn(self.ns, session, keys_of(numbers), **more)
+        self.client.sessions.turn(self.ns, session, keys_of(numbers), **more)
 
     @property
     def counters(self):

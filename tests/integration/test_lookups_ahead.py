@@ -35,18 +35,18 @@ def test_a_lookup_ahead_has_the_weights_of_its_engine(daemon: Any) -> None:
     with daemon.client(connect=True) as engine, daemon.client(connect=True) as other:
         ahead = Ahead(daemon.client(), 10.0)
         ns = engine.open(RECORD)
-        ahead.enter(RECORD, engine.generation(ns))
+        ahead.enter(RECORD, engine.namespaces.generation(ns))
         put(engine, ns)
         assert found(ahead, ns) == 3
         # Another one ends the epoch and stores its blocks: they are of other weights.
         theirs = other.open(RECORD)
-        other.reset(theirs)
+        other.namespaces.reset(theirs)
         put(other, theirs)
         assert engine.acquire(ns, KEYS) is None
         assert found(ahead, ns) == 0
         # The engine has been reset, too.
         ns = engine.open(RECORD)
-        ahead.enter(RECORD, engine.generation(ns))
+        ahead.enter(RECORD, engine.namespaces.generation(ns))
         assert found(ahead, ns) == 3
         ahead.close()
 
@@ -54,9 +54,9 @@ def test_a_lookup_ahead_has_the_weights_of_its_engine(daemon: Any) -> None:
 def test_a_first_lookup_ahead_joins_no_later_epoch(daemon: Any) -> None:
     with daemon.client(connect=True) as engine, daemon.client(connect=True) as other:
         ns = engine.open(RECORD)
-        generation = engine.generation(ns)
+        generation = engine.namespaces.generation(ns)
         theirs = other.open(RECORD)
-        other.reset(theirs)
+        other.namespaces.reset(theirs)
         put(other, theirs)
         ahead = Ahead(daemon.client(), 10.0)
         ahead.enter(RECORD, generation)

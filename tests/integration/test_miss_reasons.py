@@ -41,7 +41,7 @@ def put(client, ns, first, end):
 
 
 def why(client, ns, first, end):
-    return client.why_missing(ns.digest, keys(first, end))
+    return client.routing.why_missing(ns.digest, keys(first, end))
 
 
 def miss(client, ns, first, end, **settings):
@@ -192,4 +192,4 @@ def test_what_is_not_remembered_is_not_guessed(client_of):
 
 def test_another_tenant_learns_nothing(client):
     with pytest.raises(InvalidRequest, match="is not open on this node"):
-        client.why_missing(bytes(16), keys(0, 1))
+        client.routing.why_missing(bytes(16), keys(0, 1))

@@ -77,7 +77,7 @@ def test_what_is_removed_or_reset_is_not_found_again(begin, until):
     assert client.remove(ns, KEYS[:4]) == 4
     found = client.get(ns, KEYS[:8], wait_s=PATIENCE_S)
     assert found == [None] * 4 + [block(number) for number in range(4, 8)]
-    client.reset(ns)
+    client.namespaces.reset(ns)
     assert client.get(ns, KEYS, wait_s=1.0) == [None] * BLOCKS
     until(lambda: tier(client).used_bytes == 0)
     daemon.kill()

@@ -58,7 +58,7 @@ def test_engines_of_one_tenant_leave_room_for_another(daemon):
         client = stack.enter_context(daemon.client(tenant=tenant, connect=True))
         ns = client.open(RECORD)
         try:
-            client.announce_engine(ns, EngineRecord(f"http://127.0.0.1:{number}"))
+            client.engine.announce(ns, EngineRecord(f"http://127.0.0.1:{number}"))
         except KvpoolError:
             return False
         return True

@@ -280,7 +280,7 @@ def test_kills_under_load_lose_nothing_that_was_safe(disked, until, seed):
 
 
 def test_a_reset_outlives_the_daemon(written, disked, until):
-    written.client.reset(written.ns)
+    written.client.namespaces.reset(written.ns)
     assert written.read(range(200)) == set()
     written.put(range(40), version=1)
     until(lambda: written.written == 240)
@@ -294,7 +294,7 @@ def test_a_reset_outlives_the_daemon(written, disked, until):
 
 
 def test_a_reset_with_nothing_written_after_it_outlives_the_daemon(written, disked, until):
-    written.client.reset(written.ns)
+    written.client.namespaces.reset(written.ns)
     written.daemon.kill()
     again = disked()
     until(lambda: again.disk.state == "serving")

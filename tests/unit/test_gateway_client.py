@@ -179,13 +179,13 @@ def test_a_server_that_says_no_more(answering, answer):
     client = answering(answer, waits=True)
     client.TIMEOUT_S = 0.05
     with client, pytest.raises(Unavailable, match=r":\d+ did not answer within 0\.05 s"):
-        client.engines()
+        client.routing.engines()
 
 
 def test_an_answer_that_is_cut_off(answering):
     client = answering(http_answer(200, b"{}").replace(b"Length: 2", b"Length: 9"))
     with client, pytest.raises(Unavailable, match="in the middle of its answer"):
-        client.engines()
+        client.routing.engines()
 
 
 # ---- every command is decided --------------------------------------------------------------------

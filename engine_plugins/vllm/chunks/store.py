@@ -45,7 +45,7 @@ class Space:
             self._record, self._ttl_s, left = record, ttl_s, self._opened
             self._opened = None
         if left is not None:
-            self.client.close_namespace(left)
+            self.client.namespaces.close(left)
 
     def use(self, ask: Callable[[Namespace, int, int], Any], begin: int, end: int) -> Any:
         """The answer for some keys; None, with its cause logged, if there was none."""

@@ -67,7 +67,7 @@ class Ahead:
             return False
 
     def close_namespace(self, ns: Namespace) -> None:
-        self._thread.submit(self._client.close_namespace, ns)
+        self._thread.submit(self._client.namespaces.close, ns)
 
     def close(self) -> None:
         """Waits for the lookup that is under way."""

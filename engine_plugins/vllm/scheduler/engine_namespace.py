@@ -122,7 +122,7 @@ class EngineNamespace:
         if (
             self.namespace is not None
             and self._weights < 0
-            and self._shared.client.generation(self.namespace) >= 0
+            and self._shared.client.namespaces.generation(self.namespace) >= 0
         ):
             self._open_on_ranks(self.namespace)  # the daemon has answered since
         opening, self._opening = self._opening, None
@@ -159,7 +159,7 @@ class EngineNamespace:
         if self._presence is not None:
             self._presence.end()
             try:
-                self._shared.client.announce_engine(self.open, None)
+                self._shared.client.engine.announce(self.open, None)
             except KvpoolError as error:
                 log.warning(
                     "this engine stays announced to routers until its process ends: %s", error
@@ -171,7 +171,7 @@ class EngineNamespace:
         """Use a namespace in the epoch that it was just opened in, on all ranks."""
         left, self.namespace = self.namespace, namespace
         if left is not None and left.digest != namespace.digest:
-            self._shared.client.close_namespace(left)
+            self._shared.client.namespaces.close(left)
             if self._ahead is not None:
                 self._ahead.close_namespace(left)
         self._open_on_ranks(namespace)
@@ -192,7 +192,7 @@ class EngineNamespace:
     def _open_on_ranks(self, namespace: Namespace) -> None:
         """Have the ranks open the namespace, with the weights that this half has it with."""
         self.generation += 1
-        self._weights = self._shared.client.generation(namespace)
+        self._weights = self._shared.client.namespaces.generation(namespace)
         self._opening = Opening(self.generation, namespace.record, self._weights)
         if self._ahead is not None:
             self._ahead.enter(namespace.record, self._weights)
@@ -201,7 +201,7 @@ class EngineNamespace:
         """Announce this engine to routers, in its current namespace. In the thread of `Presence`."""
         record = self._shared.engine.record
         assert record is not None, "the thread begins with a record"
-        self._shared.client.announce_engine(
+        self._shared.client.engine.announce(
             self.open, replace(record, block_bytes=self._block_bytes)
         )
 
@@ -209,7 +209,7 @@ class EngineNamespace:
         """Have the daemon follow this engine's KV events. The client repeats that itself."""
         groups = self._part_groups
         try:
-            self._shared.client.follow_events(
+            self._shared.client.engine.follow_events(
                 namespace, events.endpoint, replay=events.replay, topic=events.topic, groups=groups
             )
         except KvpoolError as error:

@@ -172,7 +172,7 @@ class Pulls:
         if before is not None and before.done() and before.exception() is None:
             left = before.result()
             if left.digest != namespace.digest:
-                self._client.close_namespace(left)
+                self._client.namespaces.close(left)
         self._alone()  # now, rather than while the first request waits
         return namespace
 

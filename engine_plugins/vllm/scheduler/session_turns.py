@@ -3,7 +3,7 @@
     kv_transfer_params={"kvpool_session": {"id": "chat-7", "agent": "planner"}}
 
 When the request has ended, its daemon hears which blocks it used, and with that which ones of the turn before are not
-needed any more (`Client.session_turn`). Fields that are not known here are ignored: a newer router may say more.
+needed any more (`Client.sessions.turn`). Fields that are not known here are ignored: a newer router may say more.
 """
 
 from __future__ import annotations

@@ -444,7 +444,7 @@ class WorkerHalf:
         try:
             self._namespace = self._client.open(opening.record, generation=opening.weights)
             if left is not None and left.digest != self._namespace.digest:
-                self._client.close_namespace(left)
+                self._client.namespaces.close(left)
         except KvpoolError:
             pass  # counted with each save
 

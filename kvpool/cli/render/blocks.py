@@ -12,7 +12,7 @@ from kvpool.wire.answers import Block, columns_of
 
 
 def prefixes_view(found: Mapping[str, tuple[int, int]], keys: int) -> Parts:
-    """What `Client.prefixes` gives for this number of keys, the longest prefix first."""
+    """What `Client.routing.prefixes` gives for this number of keys, the longest prefix first."""
     if not found:
         yield Text(f"no node has the first of {count(keys, 'block')}")
         return

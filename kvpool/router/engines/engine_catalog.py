@@ -204,7 +204,7 @@ class EngineCatalog:
         if daemon is None:
             return False
         try:
-            found = await daemon.ask(lambda client: client.engines())
+            found = await daemon.ask(lambda client: client.routing.engines())
         except KvpoolError:
             return False
         daemon.error = ""

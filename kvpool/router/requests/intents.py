@@ -262,7 +262,7 @@ class Intents:
 
 def _intend(place: _Place, wanted: Wanted, begun: set[_Place], client: Client) -> IntentAnswer:
     begun.add(place)
-    return client.intend_on(
+    return client.intents.declare_on(
         place.namespace,
         wanted.intent,
         place.keys,

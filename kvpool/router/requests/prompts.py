@@ -210,7 +210,7 @@ class Prompts:
         self._looking += 1
         try:
             found = await daemon.ask(
-                lambda client: client.prefixes(namespace, packed, wait_s=wait_s)
+                lambda client: client.routing.prefixes(namespace, packed, wait_s=wait_s)
             )
         except KvpoolError:
             self._counts["failed_looks"] += 1
@@ -236,7 +236,7 @@ class Prompts:
         self._looking += 1
         try:
             return await daemon.ask(
-                lambda client: client.why_missing(spec.namespace, packed, node=spec.node)
+                lambda client: client.routing.why_missing(spec.namespace, packed, node=spec.node)
             )
         except KvpoolError as error:
             return {"error": str(error)}

@@ -133,4 +133,4 @@ class Sessions:
 def _send(batch: Iterable[News], client: Client) -> None:
     for news in batch:
         for at in range(0, len(news.nodes), NODES_MAX):
-            client.end_session(news.session, news.nodes[at : at + NODES_MAX])
+            client.sessions.end(news.session, news.nodes[at : at + NODES_MAX])

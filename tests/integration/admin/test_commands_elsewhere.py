@@ -93,7 +93,7 @@ def test_looking_from_elsewhere_shows_what_the_node_shows(kvpool, two, seat_of, 
     some = numbers(6)
     a.put(some)
     g.put(some[:2])
-    g.client.session_turn(g.ns, "conversation-9", keys_of(some[:2]))
+    g.client.sessions.turn(g.ns, "conversation-9", keys_of(some[:2]))
     until(lambda: g.holders(some[3]) == {"a"})
     keys = hexes(some)
     socket = two.node("g").socket

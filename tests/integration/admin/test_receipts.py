@@ -60,7 +60,7 @@ def test_a_request_is_on_the_receipt_of_each_node_that_served_it(gate, seat_of, 
         assert each["written"]["nbytes"] == count * NBYTES
         assert (each["namespace"], each["ended_s"]) == (DIGEST, None)
     seat = seat_of("a")
-    seat.client.end_request(seat.ns, "chatcmpl-one-0", session="s1")
+    seat.client.sessions.end_request(seat.ns, "chatcmpl-one-0", session="s1")
 
     def ended():
         first = gate.get("/v1/receipts/requests?request=one-0&node=a")["items"][0]

@@ -20,7 +20,7 @@ def told(seat_of, numbers, until):
         seat = seat_of(node)
         some = numbers(count)
         assert seat.put(some) == count
-        seat.client.session_turn(seat.ns, session, keys_of(some), **more)
+        seat.client.sessions.turn(seat.ns, session, keys_of(some), **more)
 
         def known() -> bool:
             return bool(seat.client.ask_node(operator_wire.ShowSession(session)))
@@ -58,7 +58,7 @@ def test_one_session_is_shown_and_ended(gate, seat_of, told, until):
     name = "show / me %"
     some = told(name, "a", 5)
     seat = seat_of("a")
-    seat.client.session_turn(seat.ns, name, keys_of(range(10**9, 10**9 + 2)), agent="helper")
+    seat.client.sessions.turn(seat.ns, name, keys_of(range(10**9, 10**9 + 2)), agent="helper")
     path = "/v1/sessions/show%20%2F%20me%20%25"
     chains = until(
         lambda: len(c := gate.get(path)["nodes"]["a"]["chains"]) == 2 and c, "the second agent"

@@ -121,7 +121,7 @@ def busy(shared_cluster, tmp_path_factory):
         a.put(some)
         assert a.read(some) == 40
         until(lambda: g.read([*some[:20], 999]) == 20, "the other node knows where they are")
-        a.client.announce_engine(a.ns, EngineRecord("http://10.20.30.40:8000", model="a/model"))
+        a.client.engine.announce(a.ns, EngineRecord("http://10.20.30.40:8000", model="a/model"))
         key = some[3].to_bytes(16, "big").hex()
         gate.change("POST", "/v1/pins", {"keys": [key], "kind": "soft", "namespace": SPACE})
         for spec, dry_run in (

@@ -632,7 +632,7 @@ def test_sessions_are_listed_shown_and_ended(pair, numbers, kvpool, until):
     a, b = pair
     some = numbers(6)
     b.put(some[:4])
-    b.client.session_turn(b.ns, SESSION, keys_of(some))
+    b.client.sessions.turn(b.ns, SESSION, keys_of(some))
     until(lambda: b.client.ask_node(ShowSession(SESSION)))
     done = kvpool(a.node, "sessions", "list")
     assert (done.status, done.out) == (0, "no sessions are known here\n")
@@ -694,7 +694,7 @@ def test_a_prompt_by_its_tokens_where_engines_have_said_how_they_hash(
         none_hash=b"begin".hex(),
         block_tokens=16,
     )
-    assert a.client.announce_engine(a.ns, record)
+    assert a.client.engine.announce(a.ns, record)
     (item,) = until(lambda: (f := kvpool.json(a.node, *words))["items"] and f["items"])
     assert (item["outcome"], item["blocks"]) == ("accepted", 3)
 
@@ -736,7 +736,7 @@ def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_pat
     a.client.ask_node(operator_wire.BeginJob("evict-5f21c09a", b'{"kind":"evict","unused_s":9e6}'))
     b.client.pin_blocks(keys_of(some[2:]))  # a change that `kvpool events` has to tell
     for seat in pair:
-        seat.client.session_turn(seat.ns, "conversation-17", keys_of(some))
+        seat.client.sessions.turn(seat.ns, "conversation-17", keys_of(some))
         until(lambda seat=seat: seat.client.ask_node(ShowSession("conversation-17")))
     settings = tmp_path / "kvpool.toml"
     settings.write_text('memory = "1GiB"')

@@ -242,7 +242,7 @@ def test_a_cleared_namespace_is_empty_everywhere_and_its_clients_go_on(start_clu
     put(a, [1, 2])
     put(b, [3])
     known(b, [1])
-    assert b.clear_namespace(b.open(RECORD)) > 0
+    assert b.namespaces.clear(b.open(RECORD)) > 0
     until(lambda: not any(presence(a, [1, 2, 3])), "the other node has heard of it")
     assert not any(presence(b, [1, 2, 3]))
     until(lambda: put(a, [1]) == [True] and all(presence(a, [1])), "it stores again")

@@ -30,7 +30,7 @@ def test_a_reset_makes_all_old_blocks_misses_on_all_nodes(shared, numbers, until
     a.put(some)
     until(lambda: a.announced)
     assert b.read(some) == 50
-    a.client.reset(a.ns)
+    a.client.namespaces.reset(a.ns)
     assert count(a, some) == (0, 0, 0), "at once"
     until(lambda: count(b, some) == (0, 0, 0))
     until(lambda: count(c, some) == (0, 0, 0))
@@ -43,7 +43,7 @@ def test_who_resets_goes_on_with_new_bytes_under_old_keys(shared, numbers, until
     a.put(some)
     until(lambda: a.announced)
     assert b.read(some) == 30
-    a.client.reset(a.ns)
+    a.client.namespaces.reset(a.ns)
     a.version = 1
     assert a.put(some) == 30
     assert a.read(some) == 30
@@ -51,7 +51,7 @@ def test_who_resets_goes_on_with_new_bytes_under_old_keys(shared, numbers, until
     until(lambda: b.read(some, wait_s=0.2) == 0, "b's engine has the old weights")
     with pytest.raises(StaleEpoch):
         b.put(some)
-    b.client.reset(b.ns)
+    b.client.namespaces.reset(b.ns)
     b.version = 1
     assert b.read(some) == 30, "it entered the epoch that a has begun, and did not end it"
     assert a.read(some) == 30
@@ -61,7 +61,7 @@ def test_opening_again_enters_the_new_epoch(shared, numbers, until):
     a, b, _ = shared.seats(record("reopened"))
     some = numbers(10)
     a.put(some)
-    a.client.reset(a.ns)
+    a.client.namespaces.reset(a.ns)
     a.version = 1
     a.put(some)
     until(lambda: a.announced)
@@ -92,7 +92,7 @@ def test_slots_of_an_ended_epoch_come_back(shared, numbers, until):
     a.put(numbers(200))
     full = a.stats.tenants["default"].space.bytes_used
     reclaimed = a.counter("reclaimed_blocks")
-    a.client.reset(a.ns)
+    a.client.namespaces.reset(a.ns)
     until(lambda: a.counter("reclaimed_blocks") >= reclaimed + 200)
     assert a.stats.tenants["default"].space.bytes_used <= full - 200 * (32 << 10)
 
@@ -100,8 +100,8 @@ def test_slots_of_an_ended_epoch_come_back(shared, numbers, until):
 def test_two_engines_that_reset_at_once_begin_one_epoch(shared, numbers):
     a, b, _ = shared.seats(record("both"))
     a.put(numbers(5))
-    a.client.reset(a.ns)
-    b.client.reset(b.ns)
+    a.client.namespaces.reset(a.ns)
+    b.client.namespaces.reset(b.ns)
     namespaces = a.client.cluster()["namespaces"]
     assert [n["epoch"] for n in namespaces if n["digest"] == a.ns.digest.hex()] == [1]
 
@@ -115,7 +115,7 @@ def test_old_blocks_stay_misses_after_restarts_and_for_nodes_that_join_later(
     a.put(some)
     until(lambda: a.announced)
     assert b.read(some) == 20
-    a.client.reset(a.ns)
+    a.client.namespaces.reset(a.ns)
     until(lambda: count(b, some) == (0, 0, 0))
     world.node("a").restart()
     world.add("c")
@@ -145,13 +145,13 @@ def test_a_reset_while_etcd_is_away_fails_and_the_client_goes_on(start_cluster, 
     world.etcd.members[0].pause()
     begun = time.monotonic()
     with pytest.raises(ClusterUnavailable):
-        a.client.reset(a.ns)
+        a.client.namespaces.reset(a.ns)
     assert time.monotonic() - begun < PATIENCE_S
     assert a.client.available
     assert a.read(some) == 10
     assert b.read(some) == 10
     world.etcd.members[0].resume()
     until(lambda: a.standing == "member")
-    a.client.reset(a.ns)
+    a.client.namespaces.reset(a.ns)
     assert count(a, some) == (0, 0, 0)
     until(lambda: count(b, some) == (0, 0, 0))

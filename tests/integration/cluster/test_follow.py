@@ -180,7 +180,7 @@ def test_a_reset_ends_it(shared, numbers, until, follow):
     until(lambda: b.here(some) == 3)
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(a.node.client(connect=True))
-        other.reset(other.open(a.record))
+        other.namespaces.reset(other.open(a.record))
         assert following.result() == 0
 
 

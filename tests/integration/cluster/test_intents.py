@@ -57,8 +57,8 @@ def test_a_sessions_blocks_come_from_another_node_when_it_is_asked_for(
             return True
         if not turns or time.monotonic() > turns[-1] + 10:
             turns.append(time.monotonic())
-            b.client.session_turn(b.ns, "moved", keys_of(some))
-            b.client.intend(b.ns, Intent.PREFETCH, session="moved")
+            b.client.sessions.turn(b.ns, "moved", keys_of(some))
+            b.client.intents.declare(b.ns, Intent.PREFETCH, session="moved")
         return False
 
     until(brought)
@@ -74,13 +74,15 @@ def test_an_intent_tells_what_another_node_has(start_cluster, numbers, until):
     until(lambda: b.holders(some[4]) == {"a"})
     # It looks for them for half a second, in which a busy machine may do nothing.
     answer = until(
-        lambda: (now := b.client.intend(b.ns, Intent.PREFETCH, keys_of(some))).blocks and now
+        lambda: (
+            (now := b.client.intents.declare(b.ns, Intent.PREFETCH, keys_of(some))).blocks and now
+        )
     )
     assert (answer.outcome, answer.blocks, answer.missing) == (Outcome.ACCEPTED, 5, 3)
     until(lambda: b.here(some) == 5)
-    assert b.client.intend(b.ns, Intent.PIN, keys_of(some[5:])).outcome is Outcome.MISSING
+    assert b.client.intents.declare(b.ns, Intent.PIN, keys_of(some[5:])).outcome is Outcome.MISSING
     a.node.kill()
-    answer = b.client.intend(b.ns, Intent.PREFETCH, keys_of(some))
+    answer = b.client.intents.declare(b.ns, Intent.PREFETCH, keys_of(some))
     assert (answer.outcome, answer.blocks) == (Outcome.ACCEPTED, 5), "they are here by now"
 
 
@@ -91,9 +93,9 @@ def test_what_a_session_has_left_is_not_forwarded(start_cluster, numbers, until)
     left = numbers(BLOCKS // 2)
     for at in range(0, len(left), 8):
         a.put(left[at : at + 8])
-    a.client.session_turn(a.ns, "over", keys_of(left))
+    a.client.sessions.turn(a.ns, "over", keys_of(left))
     until(lambda: a.client.ask_node(ShowSession("over")))
-    a.client.session_turn(a.ns, "over", [], ended=True)
+    a.client.sessions.turn(a.ns, "over", [], ended=True)
     until(lambda: a.stats.counters.expended == len(left))
     others = numbers(BLOCKS - 32)
     for at in range(0, len(others), 8):
@@ -119,11 +121,11 @@ def test_a_clients_intents_for_other_nodes_are_for_its_own_tenant_only(tenants, 
     assert digest == blue_b.ns.digest, "the namespaces of two tenants have one name"
     for intent in Intent:
         for_s = 60.0 if intent is Intent.KEEP else 0.0
-        answer = client.intend_on(digest, intent, keys, node="b", for_s=for_s)
+        answer = client.intents.declare_on(digest, intent, keys, node="b", for_s=for_s)
         assert answer.outcome is Outcome.MISSING and answer.blocks == 0, intent
         for node in ("b", "a", ""):
             try:
-                found = client.intend_on(
+                found = client.intents.declare_on(
                     blue_other.ns.digest, intent, keys_of(others), node=node, for_s=for_s
                 )
             except InvalidRequest:
@@ -133,11 +135,11 @@ def test_a_clients_intents_for_other_nodes_are_for_its_own_tenant_only(tenants, 
     assert (blue_b.match(some), blue_other.match(others)) == (8, 8)
     # Its own, through the same node, and on it: and nothing of the other tenant's goes with it.
     red_b.put(some)
-    assert red_a.client.intend_on(digest, Intent.DROP, keys, node="b").blocks == 8
+    assert red_a.client.intents.declare_on(digest, Intent.DROP, keys, node="b").blocks == 8
     assert (red_b.match(some), blue_b.match(some)) == (0, 8)
     red_a.put(some)
     for node in ("", "a"):
-        answer = client.intend_on(digest, Intent.PIN, keys, node=node, dry_run=True)
+        answer = client.intents.declare_on(digest, Intent.PIN, keys, node=node, dry_run=True)
         assert (answer.outcome, answer.blocks) == (Outcome.ACCEPTED, 8)
 
 
@@ -153,15 +155,15 @@ def test_what_a_client_wants_of_another_node_is_bounded_as_on_its_own(start_clus
         (Intent.KEEP, {"for_s": 60.0}),
         (Intent.DROP, {}),
     ):
-        own = a.client.intend(a.ns, intent, keys, dry_run=True, **more)
-        far = b.client.intend_on(a.ns.digest, intent, keys, node="a", dry_run=True, **more)
+        own = a.client.intents.declare(a.ns, intent, keys, dry_run=True, **more)
+        far = b.client.intents.declare_on(a.ns.digest, intent, keys, node="a", dry_run=True, **more)
         assert own == far and own.blocks, intent
-    quota = a.client.intend(a.ns, Intent.PIN, keys, hard=True, dry_run=True)
+    quota = a.client.intents.declare(a.ns, Intent.PIN, keys, hard=True, dry_run=True)
     assert quota.outcome is Outcome.CLIPPED and 0 < quota.blocks < len(keys)
-    done = b.client.intend_on(a.ns.digest, Intent.PIN, keys, node="a", hard=True)
+    done = b.client.intents.declare_on(a.ns.digest, Intent.PIN, keys, node="a", hard=True)
     assert (done.outcome, done.blocks) == (Outcome.CLIPPED, quota.blocks)
     for client, node in ((a.client, ""), (b.client, "a")):
-        again = client.intend_on(
+        again = client.intents.declare_on(
             a.ns.digest, Intent.PIN, keys[quota.blocks :], node=node, hard=True
         )
         assert (again.outcome, again.blocks) == (Outcome.REFUSED, 0)
@@ -176,7 +178,9 @@ def test_what_a_client_wants_of_another_node_is_bounded_as_on_its_own(start_clus
     ):
         given = {"keys": keys, "node": "a", **wrong}
         with pytest.raises(InvalidRequest):
-            b.client.intend_on(a.ns.digest, given.pop("intent"), given.pop("keys"), **given)
+            b.client.intents.declare_on(
+                a.ns.digest, given.pop("intent"), given.pop("keys"), **given
+            )
 
 
 def test_a_node_that_is_silent_delays_nobody_but_those_who_ask_it(tenants, numbers, until):
@@ -202,10 +206,10 @@ def test_a_node_that_is_silent_delays_nobody_but_those_who_ask_it(tenants, numbe
                     threads.submit(flooding.client.intend_on, digest, Intent.DROP, keys, node="b")
                     for _ in range(FLOOD)
                 ]
-                asked = blue.client.intend_on(digest, Intent.PIN, keys, node="c")
+                asked = blue.client.intents.declare_on(digest, Intent.PIN, keys, node="c")
                 assert (asked.outcome, asked.blocks) == (Outcome.ACCEPTED, 8)
                 assert blue.read(some) == 8, "and they are pulled from there"
-                assert blue.client.intend(blue.ns, Intent.PIN, keys).blocks == 8
+                assert blue.client.intents.declare(blue.ns, Intent.PIN, keys).blocks == 8
                 before = not all(each.done() for each in flood)
                 silent.signal(signal.SIGCONT)
                 errors = [error for each in flood if (error := each.exception()) is not None]
@@ -215,6 +219,6 @@ def test_a_node_that_is_silent_delays_nobody_but_those_who_ask_it(tenants, numbe
         return before
 
     until(served_before_the_flood)
-    until(lambda: flooding.client.intend_on(digest, Intent.DROP, keys, node="b"))
+    until(lambda: flooding.client.intents.declare_on(digest, Intent.DROP, keys, node="b"))
     assert blue.client.available, "and the daemon is not taken for dead"
     assert flooding.client.available

@@ -51,7 +51,7 @@ def test_an_answer_goes_where_the_link_is_fast(seats: Any, numbers: Any, until: 
             line = stack.enter_context(program("tests.support.stub_engine", "--port", "0"))
             url = json.loads(line)["url"]
             names[urlsplit(url).netloc] = name
-            seat.client.announce_engine(
+            seat.client.engine.announce(
                 seat.ns,
                 EngineRecord(
                     url,

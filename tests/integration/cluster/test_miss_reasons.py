@@ -12,7 +12,7 @@ def keys(numbers):
 
 
 def last(seat, numbers):
-    return seat.client.why_missing(seat.ns.digest, keys(numbers))["last"]
+    return seat.client.routing.why_missing(seat.ns.digest, keys(numbers))["last"]
 
 
 def counted(seat):
@@ -35,8 +35,11 @@ def test_a_node_that_was_lost_and_what_is_computed_sooner(start_cluster, numbers
     assert last(b, some)["found"] == 0
 
     # From another node's daemon, for a tenant's own client, and of the node itself.
-    assert c.client.why_missing(c.ns.digest, keys(some), node="b")["last"]["reason"] == "declined"
-    told = c.client.why_missing(c.ns.digest, keys(some), node="a")
+    assert (
+        c.client.routing.why_missing(c.ns.digest, keys(some), node="b")["last"]["reason"]
+        == "declined"
+    )
+    told = c.client.routing.why_missing(c.ns.digest, keys(some), node="a")
     assert (told["blocks"], told["missing"]) == (8, None)
 
     # Gone with its node; the directory still names it. (Of the others b may have loaded some, to measure a's speed.)
@@ -85,5 +88,5 @@ def test_a_block_that_another_node_has_dropped(start_cluster, numbers, until):
     until(lambda: a.announced)
     assert b.client.pull(b.ns, keys(some), wait_s=PATIENCE_S) == 0
     assert last(b, some)["reason"] == Reason.NEVER_STORED
-    told = b.client.why_missing(b.ns.digest, keys(some), node="a")
+    told = b.client.routing.why_missing(b.ns.digest, keys(some), node="a")
     assert told["missing"]["reason"] == Reason.REMOVED

@@ -230,6 +230,6 @@ def test_a_catalog_that_was_lost_is_filled_by_a_scan(world, stored, until, proxy
 def test_objects_of_an_ended_epoch_are_deleted(stored, until, proxy):
     a, _, listed = stored
     assert objects(proxy)[1]
-    a.client.reset(a.ns)
+    a.client.namespaces.reset(a.ns)
     assert fetch(a, listed, SHORT_S) == 0
     until(lambda: not objects(proxy)[1])

@@ -18,6 +18,7 @@ from kvpool.types import NamespaceRecord, PartSpec
 from kvpool.wire import client as client_wire
 from kvpool.wire import operator as operator_wire
 from tests.integration.cluster.conftest import NBYTES, PLAIN, key, keys_of
+from tests.support.client_inside import connections_of
 from tests.support.local_cluster import SECRET
 from tests.support.waiting import PATIENCE_S
 
@@ -126,8 +127,8 @@ def test_only_operators(start_cluster):
         operator_wire.Inspect(),
         operator_wire.Events(0, 1),
     ):
-        with pytest.raises(NotAuthenticated):
-            client._ask_json(message)
+        with pytest.raises(NotAuthenticated), connections_of(client).request() as connection:
+            connection.ask(message, PATIENCE_S)
     client.close()
 
 
@@ -297,7 +298,7 @@ def test_a_node_is_warmed_before_its_engines_begin(start_cluster, numbers, ended
     until(lambda: "a" in {found["node"] for found in b.client.cluster()["nodes"]})
     with world.node("a").client(connect=True) as stranger:
         keys = b"".join(keys_of(some))
-        until(lambda: stranger.prefixes(DIGEST, keys, wait_s=5.0) == {"b": (30, 30)})
+        until(lambda: stranger.routing.prefixes(DIGEST, keys, wait_s=5.0) == {"b": (30, 30)})
     begin(b, {"kind": "warm", "namespace": DIGEST.hex(), "source": "b"}, node="a")
     view = ended(b, node="a")
     assert (view["state"], view["blocks"]) == ("done", 30), view

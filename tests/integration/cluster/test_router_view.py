@@ -39,16 +39,18 @@ def test_prefixes_of_all_nodes(world: Any, numbers: Any) -> None:
         expected = {a.name: (300, 300), b.name: (100, 100)}
         for seat in (a, b, c):
             until(
-                lambda seat=seat: seat.client.prefixes(a.ns.digest, keys, wait_s=5.0) == expected,
+                lambda seat=seat: (
+                    seat.client.routing.prefixes(a.ns.digest, keys, wait_s=5.0) == expected
+                ),
                 f"{seat.name} knows what there is",
             )
-        assert asker.prefixes(a.ns.digest, keys, wait_s=5.0) == expected
-        assert asker.prefixes(a.ns.digest, keys[100:], wait_s=5.0) == {a.name: (200, 200)}
-        assert asker.prefixes(bytes(16), keys) == {}
+        assert asker.routing.prefixes(a.ns.digest, keys, wait_s=5.0) == expected
+        assert asker.routing.prefixes(a.ns.digest, keys[100:], wait_s=5.0) == {a.name: (200, 200)}
+        assert asker.routing.prefixes(bytes(16), keys) == {}
         with pytest.raises(InvalidRequest):
-            asker.prefixes(a.ns.digest, b"x" * 17)
+            asker.routing.prefixes(a.ns.digest, b"x" * 17)
         # In no time, only what the node has itself.
-        assert a.client.prefixes(a.ns.digest, keys, wait_s=0.0) == {a.name: (300, 300)}
+        assert a.client.routing.prefixes(a.ns.digest, keys, wait_s=0.0) == {a.name: (300, 300)}
 
 
 def test_the_hit_rule_decides(world: Any, hybrid: Any, numbers: Any) -> None:
@@ -58,7 +60,10 @@ def test_the_hit_rule_decides(world: Any, hybrid: Any, numbers: Any) -> None:
     a.put(chain)
     b.put(chain[:7])
     expected = {a.name: (12, 12), b.name: (4, 4)}  # a part of every fourth block
-    until(lambda: c.client.prefixes(a.ns.digest, keys, wait_s=5.0) == expected, "all is announced")
+    until(
+        lambda: c.client.routing.prefixes(a.ns.digest, keys, wait_s=5.0) == expected,
+        "all is announced",
+    )
 
 
 def test_engines_of_all_nodes_while_they_live(world: Any) -> None:
@@ -67,18 +72,18 @@ def test_engines_of_all_nodes_while_they_live(world: Any) -> None:
         asker = stack.enter_context(client_of(b))
         mine = stack.enter_context(client_of(b))
         seat = world.seat(a.name)
-        seat.client.announce_engine(seat.ns, EngineRecord("http://a:1", role="prefill"))
-        mine.announce_engine(mine.open(seat.record), EngineRecord("http://b:1", groups=(0, 1)))
-        until(lambda: len(asker.engines()) == 2, "both are known")
-        found = {engine["url"]: engine for engine in asker.engines()}
+        seat.client.engine.announce(seat.ns, EngineRecord("http://a:1", role="prefill"))
+        mine.engine.announce(mine.open(seat.record), EngineRecord("http://b:1", groups=(0, 1)))
+        until(lambda: len(asker.routing.engines()) == 2, "both are known")
+        found = {engine["url"]: engine for engine in asker.routing.engines()}
         assert found["http://a:1"]["node"] == a.name
         assert found["http://a:1"]["role"] == "prefill"
         assert found["http://b:1"]["node"] == b.name
         assert found["http://b:1"]["groups"] == [0, 1]
         assert found["http://b:1"]["here"]
         assert {engine["namespace"] for engine in found.values()} == {seat.ns.digest.hex()}
-        seat.client.announce_engine(seat.ns, None)
+        seat.client.engine.announce(seat.ns, None)
         until(
-            lambda: [engine["url"] for engine in asker.engines()] == ["http://b:1"],
+            lambda: [engine["url"] for engine in asker.routing.engines()] == ["http://b:1"],
             "the other node hears of the end",
         )

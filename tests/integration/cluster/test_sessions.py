@@ -21,7 +21,7 @@ def key(number: int) -> bytes:
 
 def turn(seat: Any, session: str, some: Any, **told: Any) -> None:
     """Tell of it, and wait until it is known: what another node says of it might be heard before."""
-    seat.client.session_turn(seat.ns, session, [key(number) for number in some], **told)
+    seat.client.sessions.turn(seat.ns, session, [key(number) for number in some], **told)
     until(lambda: seat.client.ask_node(ShowSession(session)), f"{seat.name} knows {session}")
 
 
@@ -36,14 +36,14 @@ def test_a_session_ends_on_all_nodes_that_are_named(seats: list[Any], numbers: A
     for seat in seats:
         seat.put(some)
         turn(seat, "chat", some)
-    a.client.end_session("chat", [a.name, b.name, "nobody"])
+    a.client.sessions.end("chat", [a.name, b.name, "nobody"])
     until(lambda: expended(a) == before[0] + 6, "it has ended here")
     lost = [1]  # for nobody
 
     def ended_there() -> bool:
         if a.counter("session_news_lost") > lost[0]:  # a busy node did not answer in time
             lost[0] += 1
-            a.client.end_session("chat", [b.name])
+            a.client.sessions.end("chat", [b.name])
         return expended(b) == before[1] + 6
 
     until(ended_there)
@@ -51,7 +51,7 @@ def test_a_session_ends_on_all_nodes_that_are_named(seats: list[Any], numbers: A
     assert a.counter("session_news_lost") == lost[0]
     # They are not gone, and ordinary again once they are read.
     assert b.read(some) == 6
-    c.client.end_session("chat")
+    c.client.sessions.end("chat")
     until(lambda: expended(c) == before[2] + 6, "its own node without a name")
 
 
@@ -61,15 +61,15 @@ def test_what_is_no_news_is_refused_and_ends_no_connection(seats: list[Any], num
     b.put(some)
     turn(b, "other", some)
     before = expended(b)
-    a.client.end_session("x" * 1000, [b.name])
-    a.client.end_session("", [b.name])
-    a.client.end_session("other", [b.name] * 17)
-    a.client.end_session("unknown", [b.name])
+    a.client.sessions.end("x" * 1000, [b.name])
+    a.client.sessions.end("", [b.name])
+    a.client.sessions.end("other", [b.name] * 17)
+    a.client.sessions.end("unknown", [b.name])
     assert a.here(some) == 0  # its connections still answer
 
     def heard() -> bool:
         """Told again and again: what a busy node does not take in time is lost."""
-        a.client.end_session("other", [b.name])
+        a.client.sessions.end("other", [b.name])
         return expended(b) == before + 3
 
     until(heard, "the good one was heard")
@@ -82,12 +82,12 @@ def test_very_many_at_once_cost_a_count(seats: list[Any], numbers: Any) -> None:
     turn(b, "last", some)
     before, lost = expended(b), a.counter("session_news_lost")
     for number in range(10_000):
-        a.client.end_session(f"flood-{number}", [b.name])
+        a.client.sessions.end(f"flood-{number}", [b.name])
     assert b.read(some) == 3
     turn(b, "last", some)
 
     def ended() -> bool:
-        a.client.end_session("last", [b.name])
+        a.client.sessions.end("last", [b.name])
         return expended(b) == before + 3
 
     until(ended, "news is heard again")

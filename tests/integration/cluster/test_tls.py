@@ -439,7 +439,7 @@ def test_operators_act_from_the_nodes_that_may(fleet):
     for intent in Intent:
         for_s = 1.0 if intent is Intent.KEEP else 0.0
         with pytest.raises(NotAuthenticated, match="takes no operators' requests from node c"):
-            c.client.intend_on(b.ns.digest, intent, [bytes(16)], node="b", for_s=for_s)
+            c.client.intents.declare_on(b.ns.digest, intent, [bytes(16)], node="b", for_s=for_s)
     assert c.client.available, "which says nothing about its own daemon"
     for client, node in ((a.client, "b"), (b.client, "b"), (b.client, ""), (c.client, "a")):
-        assert client.intend_on(*want, node=node).outcome is Outcome.MISSING
+        assert client.intents.declare_on(*want, node=node).outcome is Outcome.MISSING

@@ -252,7 +252,7 @@ async def test_engines_that_announce_themselves(start: Any, folder: Any) -> None
         async with StubEngine(settings(folder)) as engine, learning(client) as learner:
             know = learner.knowledge
             assert not know.engines
-            plugin.announce_engine(ns, announced(engine, folder))
+            plugin.engine.announce(ns, announced(engine, folder))
             await until_async(lambda: know.engines, "it is found")
             (name,) = know.engines
             assert learner.said[0] == ("joined", name)
@@ -278,7 +278,7 @@ async def test_engines_that_announce_themselves(start: Any, folder: Any) -> None
             assert why["missing"]["reason"] == "removed"
             assert await learner.prompts.why(prompt, "nobody") is None
             # It says something else of itself.
-            plugin.announce_engine(ns, announced(engine, folder, follows_max=3))
+            plugin.engine.announce(ns, announced(engine, folder, follows_max=3))
             await until_async(lambda: know.engines[name].follows_max == 3, "the change is heard of")
             assert ("changed", name) in learner.said
             # Its daemon has gone: it stays, since it answers.
@@ -302,7 +302,7 @@ async def test_an_engine_that_has_gone_is_forgotten(start: Any, folder: Any) -> 
         ns = plugin.open(RECORD)
         engine = StubEngine(settings(folder))
         async with engine:
-            plugin.announce_engine(ns, announced(engine, folder))
+            plugin.engine.announce(ns, announced(engine, folder))
             learning_on = learning(client)
             learner = await learning_on.__aenter__()
             prompt = await learner.prompts.prompt({"prompt": TEXT}, "completions")
@@ -312,7 +312,7 @@ async def test_an_engine_that_has_gone_is_forgotten(start: Any, folder: Any) -> 
             assert learner.prompts.stats()["pool_keys"] == 3
         try:
             (name,) = learner.knowledge.engines
-            plugin.announce_engine(ns, None)
+            plugin.engine.announce(ns, None)
             await until_async(lambda: ("left", name) in learner.said, "it has left")
             assert not learner.knowledge.engines
             assert learner.cluster.nodes == {}
@@ -330,7 +330,7 @@ async def test_a_slow_daemon_keeps_nobody_waiting(start: Any, folder: Any) -> No
     with daemon.client() as plugin, daemon.client() as client:
         ns = plugin.open(RECORD)
         async with StubEngine(settings(folder)) as engine:
-            plugin.announce_engine(ns, announced(engine, folder))
+            plugin.engine.announce(ns, announced(engine, folder))
             async with learning(client) as learner:
                 prompt = await learner.prompts.prompt(
                     {"model": "stub", "prompt": TEXT}, "completions"
@@ -378,6 +378,7 @@ class Said:
     def __init__(self, *engines: dict[str, Any]) -> None:
         self.said = list(engines)
         self.asked = 0
+        self.routing = self
 
     def engines(self) -> list[dict[str, Any]]:
         self.asked += 1

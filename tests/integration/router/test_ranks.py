@@ -141,16 +141,16 @@ async def test_ranks_that_announce_themselves(start: Any, folder: Any, configure
                 assert set(know.engines) == ({"e"} if configured else set())
                 for rank, client in plugins.items():
                     said = record(engine, f"{folder}/e", rank, capacity_tokens=1000 + rank)
-                    client.announce_engine(opened[rank], said)
+                    client.engine.announce(opened[rank], said)
                 names = {f"{base}-dp0", f"{base}-dp1"}
                 await until_async(lambda: set(know.engines) == names, "both are known")
                 second = know.engines[f"{base}-dp1"]
                 assert (second.rank, second.capacity_tokens, second.node) == (1, 1001, "n")
                 assert len(know._servers) == 1
                 # One has gone, the other is still announced: a server has ended with its last one.
-                two.announce_engine(opened[1], None)
+                two.engine.announce(opened[1], None)
                 await until_async(lambda: set(know.engines) == {f"{base}-dp0"}, "one has left")
                 # An older plugin does not tell ranks apart.
-                one.announce_engine(opened[0], record(engine, f"{folder}/e", None))
+                one.engine.announce(opened[0], record(engine, f"{folder}/e", None))
                 await until_async(lambda: set(know.engines) == {base}, "the whole server")
                 assert know.engines[base].rank is None

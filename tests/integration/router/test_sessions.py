@@ -107,12 +107,12 @@ async def test_the_daemon_of_the_engine_hears_that_a_session_ends(world: Any, st
             return f'session_news_total{{outcome="told"}} {count}.0' in await world.get("/metrics")
 
         # As the plugin does at the end of each turn.
-        plugin.session_turn(ns, "chat", keys)
+        plugin.sessions.turn(ns, "chat", keys)
         await world.chat("a question", headers=CHAT, max_tokens=300)
         assert expended() == 0
         assert (await world.call("POST", "/sessions/chat/end")).status == 200
         await world.until(lambda: asyncio.to_thread(lambda: expended() == 4), "it has ended")
-        plugin.session_turn(ns, "chat", keys[:2])
+        plugin.sessions.turn(ns, "chat", keys[:2])
         end = {**CHAT, "x-dynamo-session-final": "true"}
         await world.chat("a question", headers=end, max_tokens=300)
         await world.until(lambda: said_after(2), "the daemon was told of the end")
@@ -137,7 +137,7 @@ async def test_a_session_that_goes_on_at_another_node_has_ended_where_it_was(
                 assert told(world.asked(engines[name])[-1]) == {"id": "chat"}
                 ns = plugin.open(RECORD)
                 plugin.put(ns, keys, [bytes(4096)] * 4)
-                plugin.session_turn(ns, "chat", keys)
+                plugin.sessions.turn(ns, "chat", keys)
 
             async def ended(plugin: Any) -> bool:
                 stats = await asyncio.to_thread(plugin.stats)

@@ -95,7 +95,7 @@ def test_blocks_cross_nodes_and_an_ended_epoch_ends_them_everywhere(
         # Somebody else's reset, over on b, ends this one's epoch.
         record = engine.namespace.record
         other = b.client.open(record)
-        b.client.reset(other)
+        b.client.namespaces.reset(other)
         kit.until(lambda: a.client.match(a.client.open(record), keys) == 0, "a has the new epoch")
         committed = a.counters().committed
         for _ in range(2):

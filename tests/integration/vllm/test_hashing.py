@@ -90,7 +90,7 @@ def test_what_an_engine_announces(
     )
     with kit.run_engine(models(kind), daemon, extra, kv_events_config=events) as engine:
         kit.until(daemon.client.engines, "the engine is announced")
-        (record,) = daemon.client.engines()
+        (record,) = daemon.client.routing.engines()
         spec = spec_of(record["url"], announced=record, table=None)
         assert (spec.url, spec.name, spec.role.name) == (
             "http://host-a:8000",
@@ -121,6 +121,6 @@ def test_what_an_engine_announces(
         }
         assert set(hashes) <= cached
         engine.drain()
-        found = daemon.client.prefixes(spec.namespace, [each[-16:] for each in hashes])
+        found = daemon.client.routing.prefixes(spec.namespace, [each[-16:] for each in hashes])
         assert list(found.values()) == [(len(hashes), len(hashes))]
-    kit.until(lambda: not daemon.client.engines(), "it is announced no more")
+    kit.until(lambda: not daemon.client.routing.engines(), "it is announced no more")

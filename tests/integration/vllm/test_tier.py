@@ -267,7 +267,7 @@ def test_parents_are_told(start: Start, daemon: Any) -> None:
     engine.settle()
     with Client(daemon.socket) as client:
         opened = client.open(engine.record)
-    listed = daemon.client.prefixes(opened.digest, [pool_key(key) for key in keys])
+    listed = daemon.client.routing.prefixes(opened.digest, [pool_key(key) for key in keys])
     assert list(listed.values()) == [(6, 6)]
 
 

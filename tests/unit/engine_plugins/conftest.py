@@ -111,12 +111,25 @@ class FakeReservation:
         return None
 
 
+class FakeNamespaces:
+    def __init__(self, pool: FakePool) -> None:
+        self.pool = pool
+
+    def close(self, ns: Namespace) -> None:
+        self.pool.closed.append(ns.digest)
+
+    def generation(self, ns: Namespace) -> int:
+        return -1 if self.pool.silent else self.pool.generations[ns.digest]
+
+
 class FakePool:
     """The daemon and its client in one. `writes` logs every block part that was stored."""
 
     def __init__(self, rows: int = 4096, stride: int = 1 << 16) -> None:
         self.table = np.zeros((rows, stride), np.uint8)
         self.rows: dict[tuple[bytes, int, bytes], int] = {}
+        self.namespaces = FakeNamespaces(self)
+        self.engine = self.sessions = self
         self.leases: dict[str, FakeLease] = {}
         self.holds: dict[str, int] = {}
         self.writes: list[tuple[int, bytes]] = []
@@ -159,12 +172,6 @@ class FakePool:
         self.generations[ns.digest] = present if generation < 0 else generation
         return ns
 
-    def close_namespace(self, ns: Namespace) -> None:
-        self.closed.append(ns.digest)
-
-    def generation(self, ns: Namespace) -> int:
-        return -1 if self.silent else self.generations[ns.digest]
-
     def follow_events(
         self, ns: Namespace, endpoint: str, *, replay: str, topic: str, groups: Sequence[int]
     ) -> bool:
@@ -173,7 +180,7 @@ class FakePool:
         self.followed.append((ns.digest, endpoint, replay, topic, list(groups)))
         return bool(endpoint)
 
-    def announce_engine(self, ns: Namespace, engine: EngineRecord | None) -> bool:
+    def announce(self, ns: Namespace, engine: EngineRecord | None) -> bool:
         if self.away:
             raise ClusterUnavailable("the fake cluster is away")
         self.announced.append((ns.digest, engine))
@@ -183,7 +190,7 @@ class FakePool:
         assert self.opened
         self.given_up += [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
-    def session_turn(self, ns: Namespace, session: str, keys: bytes, **told: Any) -> None:
+    def turn(self, ns: Namespace, session: str, keys: bytes, **told: Any) -> None:
         assert self.opened
         self.turns.append((session, _split(keys), told))
 

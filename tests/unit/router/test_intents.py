@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,12 +74,12 @@ class World:
         return Prompt("m", body["prompt"], hashes, (), frozenset(), like.hashing)
 
     async def ask(self, question: Callable[[Any], IntentAnswer]) -> IntentAnswer:
-        answer = question(self)  # notes who is asked
+        answer = question(SimpleNamespace(intents=self))  # notes who is asked
         if self.asked[-1][0] in self.silent:
             await self.release.wait()
         return answer
 
-    def intend_on(
+    def declare_on(
         self, digest: bytes, intent: Intent, keys: bytes, *, node: str, **said: Any
     ) -> IntentAnswer:
         self.asked.append((node, digest, keys))

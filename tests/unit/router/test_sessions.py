@@ -20,13 +20,14 @@ class Link:
     def __init__(self) -> None:
         self.told: list[Told] = []
         self.broken = False
+        self.sessions = self
 
     async def ask(self, question: Callable[[Any], Any]) -> Any:
         if self.broken:
             raise Unavailable("the daemon is away")
         return question(self)
 
-    def end_session(self, session: str, nodes: tuple[str, ...]) -> None:
+    def end(self, session: str, nodes: tuple[str, ...]) -> None:
         self.told.append((session, tuple(sorted(nodes))))
 
 
