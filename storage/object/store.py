@@ -21,10 +21,10 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -139,11 +139,7 @@ class GetBatch:
 
 
 @dataclass(slots=True)
-class ObjectStoreStats:
-    """Counts since the store was opened. faults: attempts that ended in each `Fault`, by its name in
-    lower case. suspended_s: how much longer the store is suspended, 0 if it is not.
-    """
-
+class _Counts:
     blocks_put: int = 0
     blocks_got: int = 0
     bytes_put: int = 0
@@ -157,7 +153,19 @@ class ObjectStoreStats:
     last_fault: str = ""
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, kw_only=True)
+class ObjectStoreStats(_Counts):
+    """Counts since the store was opened. faults: attempts that ended in each `Fault`, by its name in
+    lower case. suspended_s: how much longer the store is suspended, 0 if it is not.
+    """
+
+    attempts: int
+    faults: Mapping[str, int]
+    suspensions: int
+    suspended_s: float
+    last_fault: str
+
+
 class ObjectStore:
     """See the module.
 
@@ -224,12 +232,7 @@ class ObjectStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -343,8 +346,7 @@ class ObjectStore:
             self._books.clear(digest)
         n = 0
         for page in self._pages(prefix(digest), deadline):
-            jobs = ((name, partial(self._objects.delete, name.path), 0) for name, _ in page)
-            n += len(self._delete(jobs, deadline, expected=len(page)))
+            n += len(self._delete([name for name, _ in page], deadline, all_of_them=True))
         return n
 
     def drop(self, digest: bytes, *, timeout_s: float) -> None:
@@ -361,8 +363,7 @@ class ObjectStore:
         with self._lock:
             names = self._books.doomed()
         if names:
-            jobs = ((name, partial(self._objects.delete, name.path), 0) for name in names)
-            self._delete(jobs, self.clock() + timeout_s)
+            self._delete(names, self._clock() + timeout_s)
         with self._lock:
             return not self._books.doomed()
 
@@ -410,8 +411,8 @@ class ObjectStore:
     def stats(self) -> ObjectStoreStats:
         requests = self._requests
         with self._lock:
-            return replace(
-                self._counts,
+            return ObjectStoreStats(
+                **asdict(self._counts),
                 attempts=requests.attempts,
                 faults={fault.name.lower(): n for fault, n in requests.faults.items()},
                 suspensions=requests.suspensions,
@@ -503,13 +504,10 @@ class ObjectStore:
                 self._books.lost(pack)
 
     def _delete(
-        self,
-        jobs: Iterator[Job[PackName, None]],
-        deadline: float,
-        *,
-        expected: int | None = None,
+        self, names: Collection[PackName], deadline: float, *, all_of_them: bool = False
     ) -> list[PackName]:
-        """The deleted packs. Raises the error if there are fewer than expected."""
+        """The deleted packs. all_of_them: raises the error if there are fewer."""
+        jobs = ((name, partial(self._objects.delete, name.path), 0) for name in names)
         gone: list[PackName] = []
         wrong: StoreFault | None = None
         for name, fault in self._requests.run(jobs, deadline, self.limits.reads):
@@ -519,7 +517,7 @@ class ObjectStore:
             gone.append(name)
             with self._lock:
                 self._books.deleted(name.pack)
-        if expected is not None and len(gone) < expected:
+        if all_of_them and len(gone) < len(names):
             raise wrong or StoreFault(Fault.LATE)
         return gone
 
@@ -597,9 +595,7 @@ class _Listing:
 class _Reading:
     """The results for the blocks of a batch."""
 
-    def __init__(
-        self, batch: GetBatch, statuses: Statuses, sealer: ObjectSealer | None = None
-    ) -> None:
+    def __init__(self, batch: GetBatch, statuses: Statuses, sealer: ObjectSealer | None) -> None:
         self._batch = batch
         self._statuses = statuses
         self._sealer = sealer
