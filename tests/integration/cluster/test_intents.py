@@ -203,7 +203,9 @@ def test_a_node_that_is_silent_delays_nobody_but_those_who_ask_it(tenants, numbe
         try:
             with ThreadPoolExecutor(FLOOD) as threads:
                 flood = [
-                    threads.submit(flooding.client.intend_on, digest, Intent.DROP, keys, node="b")
+                    threads.submit(
+                        flooding.client.intents.declare_on, digest, Intent.DROP, keys, node="b"
+                    )
                     for _ in range(FLOOD)
                 ]
                 asked = blue.client.intents.declare_on(digest, Intent.PIN, keys, node="c")

@@ -337,7 +337,7 @@ async def test_a_slow_daemon_keeps_nobody_waiting(start: Any, folder: Any) -> No
                 )
                 plugin.put(ns, [prompt.hashes[0][-16:]], [bytes(BLOCK_BYTES)])
                 answers: list[dict[str, tuple[int, int]]] = []
-                ask = client.prefixes
+                ask = client.routing.prefixes
                 gate = threading.Event()
 
                 def wait(*arguments: Any, **more: Any) -> Any:
@@ -345,7 +345,7 @@ async def test_a_slow_daemon_keeps_nobody_waiting(start: Any, folder: Any) -> No
                     answers.append(ask(*arguments, **more))
                     return answers[-1]
 
-                client.prefixes = wait
+                client.routing.prefixes = wait
                 assert not await learner.prompts.look(prompt, 0.01)
                 assert learner.lengths(prompt.keys) == {}
                 gate.set()

@@ -89,7 +89,7 @@ def test_what_an_engine_announces(
         topic="kv",
     )
     with kit.run_engine(models(kind), daemon, extra, kv_events_config=events) as engine:
-        kit.until(daemon.client.engines, "the engine is announced")
+        kit.until(daemon.client.routing.engines, "the engine is announced")
         (record,) = daemon.client.routing.engines()
         spec = spec_of(record["url"], announced=record, table=None)
         assert (spec.url, spec.name, spec.role.name) == (
