@@ -15,6 +15,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -79,19 +80,17 @@ class View:
         return View(self.bytes[start:end])
 
 
+@dataclass(slots=True, eq=False)
 class Made:
     """An object that is made of what is read: `make` gets its bytes, as a buffer. Not for writing.
 
     nbytes: it has no more.
     """
 
-    __slots__ = ("_make", "_value", "_whole", "nbytes")
-
-    def __init__(self, make: Callable[[Any], Any], nbytes: int = BUFFER_BYTES_MAX) -> None:
-        self._make = make
-        self._value: Any = None
-        self._whole: Bytes1D | None = None
-        self.nbytes = nbytes
+    _make: Callable[[Any], Any]
+    nbytes: int = BUFFER_BYTES_MAX
+    _value: Any = None
+    _whole: Bytes1D | None = None
 
     @property
     def value(self) -> Any:

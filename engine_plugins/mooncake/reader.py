@@ -96,13 +96,13 @@ class ObjectReader:
         n = len(keys)
         one = _Read(keys, targets, self._spaces.packed(keys), [codes.NOT_FOUND] * n)
         left = list(range(n))
-        exact, first = self._spaces.exact, self._spaces.first
+        exact, spaces = self._spaces.exact, self._spaces.all
         groups: dict[int, list[int]] = {}
         # After a read that found nothing, ask before reading: nothing again is then one request.
         for at in () if self._missing else left:
             size = targets[at].nbytes
             if size not in exact:
-                size = first.size if first is not None else 0
+                size = spaces[0].size if spaces else 0
             if size:
                 groups.setdefault(size, []).append(at)
         for size, some in groups.items():

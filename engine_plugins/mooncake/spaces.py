@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from operator import or_
 
 import numpy as np
@@ -40,18 +41,16 @@ SPACES_TOGETHER = 7
 _HEADS = 0  # the catalog's number for the heads
 
 
+@dataclass(slots=True, eq=False)
 class Space:
     """A namespace that is looked into by an object's key.
 
     size: of its objects, or 0 for heads. known_at: the incarnation of the daemon that has it in the catalog from here.
     """
 
-    __slots__ = ("known_at", "ns", "size")
-
-    def __init__(self, ns: Namespace, size: int) -> None:
-        self.ns = ns
-        self.size = size
-        self.known_at = ""
+    ns: Namespace
+    size: int
+    known_at: str = ""
 
 
 class Spaces:
@@ -94,11 +93,6 @@ class Spaces:
             if ns is None:
                 ns = self._chunks[rung] = self.catalog.open("chunks", rung + LABEL_BYTES)
         return ns
-
-    @property
-    def first(self) -> Space | None:
-        """The namespace where something was found last."""
-        return self.all[0] if self.all else None
 
     def holding_bytes(self, digests: Collection[str]) -> list[Namespace]:
         """Of all that may hold bytes of objects; digests: of the namespaces that there are, in hex."""

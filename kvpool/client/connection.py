@@ -16,6 +16,7 @@ import struct
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -119,14 +120,13 @@ class Stash:
         self._rows.append(rows)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Use:
     """A put that uses granted slots, for as long as anybody may write to them."""
 
-    __slots__ = ("__weakref__", "number", "settles")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.settles = False  # whether the daemon has to confirm first that all grants are void
+    number: int
+    settles: bool = False
+    """Whether the daemon has to confirm first that all grants are void."""
 
 
 class Grants:

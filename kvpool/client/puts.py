@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.client.connection import Connection, DaemonState, Stash, refused
+from kvpool.client.connection import Connection, Stash, refused
 from kvpool.client.copying import CopyIn, part_bytes
-from kvpool.client.leftovers import Ticket
 from kvpool.client.namespaces import Requests
 from kvpool.client.slots import Reservation, Slots
 from kvpool.errors import InvalidRequest, KvpoolError, UnknownReservation
@@ -73,35 +72,25 @@ class Reservations:
 
         answer = self._namespaces.with_number(connection, ns, ask)
         count = len(packed) // KEY_BYTES
-        return [
-            self._reservation(daemon, ns, part, ticket, count, stride, rows)
-            for part, ticket, stride, rows in zip(
-                parts, tickets, answer.strides, answer.rows, strict=True
+        reservations = []
+        for part, ticket, stride, packed_rows in zip(
+            parts, tickets, answer.strides, answer.rows, strict=True
+        ):
+            rows = np.frombuffer(packed_rows, dtype=np.uint32)
+            refused_count = count - len(rows)
+            if rows.max(initial=0) == frame.NO_ROW:
+                missing = np.flatnonzero(rows != frame.NO_ROW)
+                rows = rows[missing]
+            else:
+                missing = np.arange(len(rows))
+            slots = Slots(daemon, part, 0, part_bytes(ns, part), stride, rows.astype(np.int64))
+            reservation = Reservation(
+                self._connections, daemon, ticket, slots, missing, refused_count
             )
-        ]
-
-    def _reservation(
-        self,
-        daemon: DaemonState,
-        ns: Namespace,
-        part: int,
-        ticket: Ticket,
-        count: int,
-        stride: int,
-        packed_rows: bytes,
-    ) -> Reservation:
-        rows = np.frombuffer(packed_rows, dtype=np.uint32)
-        refused = count - len(rows)
-        if rows.max(initial=0) == frame.NO_ROW:
-            missing = np.flatnonzero(rows != frame.NO_ROW)
-            rows = rows[missing]
-        else:
-            missing = np.arange(len(rows))
-        slots = Slots(daemon, part, 0, part_bytes(ns, part), stride, rows.astype(np.int64))
-        reservation = Reservation(self._connections, daemon, ticket, slots, missing, refused)
-        if not len(missing):
-            reservation.settled()
-        return reservation
+            if not len(missing):
+                reservation.settled()
+            reservations.append(reservation)
+        return reservations
 
     def commit(
         self,
