@@ -128,7 +128,7 @@ class Opening:
     """Open the namespace: what is saved from here on belongs to it.
 
     generation: how many times the engine has opened it; the number that later saves carry.
-    weights: the generation of weights in which it was opened (`Client.generation`), the same on all ranks,
+    weights: the generation of weights in which it was opened (`Client.namespaces.generation`), the same on all ranks,
         whatever others reset meanwhile; -1: not known yet, another opening follows.
     """
 

@@ -73,8 +73,8 @@ class Client:
     read_only: map the pool's memory without the right to write, so that a stray write in this process cannot damage
         blocks. `put`, `reserve` and `attach_device` are refused.
 
-    Less usual requests are those of its parts: namespaces, sessions, intents, engine (of this process) and routing. Its
-    public methods are those of blocks, more than 25.
+    namespaces, sessions, intents, routing: requests that are about no single blocks. engine: that of this process.
+    All requests about blocks are methods of this class, however many there are.
     """
 
     _is_operator: ClassVar[bool] = False
@@ -192,7 +192,7 @@ class Client:
         write_remote: when blocks are written to object storage, if nodes have one: "back" (before
             their eviction from memory, if they were read again) or empty, which is the same, or "none".
         generation: of the caller's weights, as reported to another client of the same engine
-            (`generation`); -1: the present one, at the time of the first answer. After a reset by
+            (`namespaces.generation`); -1: the present one, at the time of the first answer. After a reset by
             another engine -1 lets this one in again, so its weights must be the new ones.
         verify: compare what this client reads with the checksums of what was put. `get` and `get_into` leave out
             blocks that differ, and have them dropped (not in device memory, which only engines read); of a lease,

@@ -3,7 +3,7 @@
 The namespace names the engine's weights. At a reset they may be about to change, and the pool is left alone
 until the ranks have looked at them in the first step after it: with the weights of its start the engine is in the
 namespace of its start, with others in one that is named by them. Whoever ends the namespace's epoch for all
-(`Client.reset`) fences the engine out until its own reset.
+(`Client.namespaces.reset`) fences the engine out until its own reset.
 """
 
 from __future__ import annotations

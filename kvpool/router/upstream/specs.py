@@ -105,7 +105,7 @@ _SIZES = {
 def spec_of(
     url: str, *, announced: Mapping[str, Any] | None, table: Mapping[str, Any] | None
 ) -> EngineSpec:
-    """An engine from its announcement (`Client.engines`) and configuration (`[[engines]]`).
+    """An engine from its announcement (`Client.routing.engines`) and configuration (`[[engines]]`).
 
     The rank is the configured one, or else the announced one. Unknown announced hashes are dropped: the engine may be
     newer than this router. Raises `ConfigError` for invalid values, and for unknown configured hashes.
