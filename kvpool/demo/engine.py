@@ -80,7 +80,7 @@ class SimulatedEngine:
             await site.start()
             host, port = runner.addresses[0]
             url = f"http://{host}:{port}"
-            await asyncio.to_thread(self._client.announce_engine, self._ns, _record(url))
+            await asyncio.to_thread(self._client.engine.announce, self._ns, _record(url))
             yield url
         finally:
             await runner.cleanup()

@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -139,7 +139,11 @@ class GetBatch:
 
 
 @dataclass(slots=True)
-class _Counts:
+class ObjectStoreStats:
+    """Counts since the store was opened. faults: attempts that ended in each `Fault`, by its name in
+    lower case. suspended_s: how much longer the store is suspended, 0 if it is not.
+    """
+
     blocks_put: int = 0
     blocks_got: int = 0
     bytes_put: int = 0
@@ -153,19 +157,7 @@ class _Counts:
     last_fault: str = ""
 
 
-@dataclass(slots=True, kw_only=True)
-class ObjectStoreStats(_Counts):
-    """Counts since the store was opened. faults: attempts that ended in each `Fault`, by its name in
-    lower case. suspended_s: how much longer the store is suspended, 0 if it is not.
-    """
-
-    attempts: int
-    faults: Mapping[str, int]
-    suspensions: int
-    suspended_s: float
-    last_fault: str
-
-
+@dataclass(eq=False)
 class ObjectStore:
     """See the module.
 
@@ -363,7 +355,7 @@ class ObjectStore:
         with self._lock:
             names = self._books.doomed()
         if names:
-            self._delete(names, self._clock() + timeout_s)
+            self._delete(names, self.clock() + timeout_s)
         with self._lock:
             return not self._books.doomed()
 
@@ -411,8 +403,8 @@ class ObjectStore:
     def stats(self) -> ObjectStoreStats:
         requests = self._requests
         with self._lock:
-            return ObjectStoreStats(
-                **asdict(self._counts),
+            return replace(
+                self._counts,
                 attempts=requests.attempts,
                 faults={fault.name.lower(): n for fault, n in requests.faults.items()},
                 suspensions=requests.suspensions,

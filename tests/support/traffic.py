@@ -53,7 +53,7 @@ def use(node: LocalNode, number: int, stop: threading.Event) -> None:
         spaces.append(client.open(record))
     serves = number % len(MODELS)
     url = f"http://10.20.0.{10 + number}:8000"
-    client.announce_engine(spaces[serves], EngineRecord(url, model=list(MODELS)[serves]))
+    client.engine.announce(spaces[serves], EngineRecord(url, model=list(MODELS)[serves]))
     data = choose.randbytes(BLOCK_BYTES)
     begun = time.monotonic()
     said = False

@@ -192,7 +192,9 @@ class SchedulerHalf:
         report = self._finish(state, tables, completed=completed)
         if state.served and self.entered.namespace is not None and self._lookups.answered:
             session = "" if state.turn is None else state.turn.id
-            self._shared.client.sessions.end_request(self.namespace, state.label, session=session)
+            self._shared.client.sessions.end_request(
+                self.entered.namespace, state.label, session=session
+            )
         if not self._requests:
             self._saves.pins.let_go()
         return report
@@ -323,7 +325,7 @@ class SchedulerHalf:
         if not whole or not self._lookups.answered:
             return
         self._shared.client.sessions.turn(
-            self._entered.open,
+            self.entered.open,
             turn.id,
             pack(state.hashes(whole)[:whole]),
             agent=turn.strand(state.adapter or b""),
