@@ -189,6 +189,7 @@ def run_engine(
         "attention_backend": "torch_native",
         "disable_overlap_schedule": True,
         "disable_cuda_graph": True,
+        "sleep_on_idle": True,  # else each takes a core for as long as it lives
         "max_total_tokens": 4096,
         "max_running_requests": 4,
         "page_size": PAGE,
