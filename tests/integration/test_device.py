@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from kvpool.telemetry.tier_stats import DeviceStats
 from kvpool.types import NamespaceRecord
 from kvpool.wire.frame import NO_ROW
 from tests.support.signals import send
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 torch = pytest.importorskip("torch")
 
@@ -81,40 +82,94 @@ class Engine:
         return found
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=needs_gpu)])
-def begin(request, start, until) -> Iterator:
+@pytest.fixture(
+    scope="module", params=["cpu", pytest.param("cuda:0", marks=needs_gpu)], name="path"
+)
+def path_fixture(request) -> str:
+    return request.param
+
+
+def device_arguments(path: str, small: bool) -> tuple[str, str]:
+    return "--device", f"{path}={SIZES[path][small]}MiB"
+
+
+def serving(daemon, path: str, small: bool) -> Engine:
+    """An engine beside a daemon whose device memory is in use."""
+    engine = Engine(daemon)
+    engine.device_blocks = (SIZES[path][small] << 20) // NBYTES
+    wait_until_serving(engine)
+    return engine
+
+
+def wait_until_serving(engine: Engine) -> None:
+    until(lambda: engine.device.state == "serving", "its process has torch", seconds=4 * PATIENCE_S)
+
+
+@pytest.fixture
+def begin(path, start) -> Iterator:
     """Starts daemons with a segment of device memory, and an engine beside each."""
     engines = []
 
-    def one(*args: str, name: str = "node", small: bool = False, **settings) -> Engine:
+    def one(*args: str, name: str = "node", **settings) -> Engine:
         if not settings:
             args = ("--memory", "4MiB", *args)
-        size = SIZES[request.param][small]
-        daemon = start("--device", f"{request.param}={size}MiB", *args, name=name, **settings)
-        engine = Engine(daemon)
-        engine.device_blocks = (size << 20) // NBYTES
-        engines.append(engine)
-        until(
-            lambda: engine.device.state == "serving",
-            "its process has torch",
-            seconds=4 * PATIENCE_S,
-        )
-        return engine
+        daemon = start(*device_arguments(path, False), *args, name=name, **settings)
+        engines.append(serving(daemon, path, False))
+        return engines[-1]
 
     yield one
     for engine in engines:
         engine.client.close()
 
 
-@pytest.fixture
-def lifted(begin, until) -> Engine:
-    """An engine whose blocks 0 to 31 are in device memory."""
-    engine = begin()
-    lift(engine, range(32), until)
+@contextmanager
+def shared(start_one, path: str, *, small: bool) -> Iterator[Engine]:
+    """An engine for the tests of this file: a process of the device takes seconds to import torch."""
+    with start_one(*device_arguments(path, small), "--memory", "4MiB") as daemon:
+        engine = serving(daemon, path, small)
+        with engine.client:
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def shared_usual(path, start_one) -> Iterator[Engine]:
+    with shared(start_one, path, small=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def shared_small(path, start_one) -> Iterator[Engine]:
+    with shared(start_one, path, small=True) as engine:
+        yield engine
+
+
+def emptied(engine: Engine) -> Engine:
+    """The engine, when nothing is left of the tests before. Counters are."""
+    wait_until_serving(engine)
+    engine.client.reset(engine.ns)
+    until(lambda: engine.device.used_bytes == 0)
     return engine
 
 
-def lift(engine: Engine, numbers: range, until) -> None:
+@pytest.fixture
+def engine(shared_usual) -> Engine:
+    return emptied(shared_usual)
+
+
+@pytest.fixture
+def small(shared_small) -> Engine:
+    """An engine with little device memory."""
+    return emptied(shared_small)
+
+
+@pytest.fixture
+def lifted(engine) -> Engine:
+    """An engine whose blocks 0 to 31 are in device memory."""
+    lift(engine, range(32))
+    return engine
+
+
+def lift(engine: Engine, numbers: range) -> None:
     goal = engine.device.blocks + len(numbers)
     engine.put(numbers)
     assert engine.read(numbers) == set(numbers)
@@ -133,6 +188,7 @@ def device_process(daemon) -> int | None:
 
 
 def test_what_was_read_outlives_its_eviction(lifted):
+    before = lifted.device.read_blocks
     lifted.put(range(100, 400))  # several times what memory can hold
     there = lifted.in_memory(range(32))
     assert there < 32
@@ -140,27 +196,27 @@ def test_what_was_read_outlives_its_eviction(lifted):
         "a reader that does not wait gets what is in memory"
     )
     assert lifted.read(range(32), PATIENCE_S) == set(range(32))
-    assert lifted.device.read_blocks >= 32 - there
+    assert lifted.device.read_blocks >= before + 32 - there
 
 
 def test_a_prefix_is_leased_whole_whatever_tier_its_blocks_are_in(lifted):
+    before = lifted.device.read_blocks
     lifted.client.evict(keys_of(range(0, 32, 2)), tier="dram")
     with lifted.client.acquire(lifted.ns, keys_of(range(32)), wait_s=PATIENCE_S) as lease:
         assert lease.blocks == 32
-    assert lifted.device.read_blocks == 16
+    assert lifted.device.read_blocks == before + 16
     assert lifted.read(range(32)) == set(range(32))
 
 
-def test_what_nobody_read_is_not_copied_up(begin):
-    engine = begin()
+def test_what_nobody_read_is_not_copied_up(engine):
     engine.put(range(32))
     engine.read(range(8))
     engine.forget_memory()
     assert engine.read(range(8, 32), PATIENCE_S) == set()
 
 
-def test_the_coldest_goes_when_the_device_is_full(begin, until):
-    engine = begin(small=True)
+def test_the_coldest_goes_when_the_device_is_full(small):
+    engine = small
     room = engine.device_blocks
     for at in range(0, 3 * room, 8):
         written = engine.device.written_blocks
@@ -180,11 +236,11 @@ def test_what_is_removed_or_evicted_is_gone(lifted):
     assert lifted.read(range(32), PATIENCE_S) == set(range(8, 32))
 
 
-def test_a_reset_ends_what_is_on_the_device(lifted, until):
-    lifted.client.namespaces.reset(lifted.ns)
+def test_a_reset_ends_what_is_on_the_device(lifted):
+    lifted.client.reset(lifted.ns)
     assert lifted.read(range(32), PATIENCE_S) == set()
     until(lambda: lifted.device.used_bytes == 0)
-    lift(lifted, range(8), until)
+    lift(lifted, range(8))
 
 
 def test_damaged_device_memory_is_a_miss_and_counted(lifted):
@@ -194,16 +250,17 @@ def test_damaged_device_memory_is_a_miss_and_counted(lifted):
     process = Path(f"/proc/{device_process(lifted.daemon)}/fd")
     # The same memory under one or two descriptors.
     memory = [fd for fd in process.iterdir() if fd.stat().st_size == lifted.device_blocks * NBYTES]
+    before = lifted.device.mismatches
     with memory[0].open("r+b") as file:
         file.seek(5 * NBYTES + 1234)
         file.write(b"damage")
     found = lifted.read(range(32), PATIENCE_S)
     assert len(found) == 31
-    assert lifted.device.mismatches == 1
+    assert lifted.device.mismatches == before + 1
     assert lifted.device.blocks == 31
 
 
-def test_a_killed_device_process_is_a_miss_and_begins_anew(lifted, until):
+def test_a_killed_device_process_is_a_miss_and_begins_anew(lifted):
     lifted.forget_memory()
     first = device_process(lifted.daemon)
     os.kill(first, signal.SIGKILL)
@@ -211,7 +268,7 @@ def test_a_killed_device_process_is_a_miss_and_begins_anew(lifted, until):
     until(lambda: lifted.device.state == "serving")
     assert lifted.device.blocks == 0
     assert lifted.read(range(32), PATIENCE_S) == set()
-    lift(lifted, range(32), until)
+    lift(lifted, range(32))
     lifted.forget_memory()
     assert lifted.read(range(32), PATIENCE_S) == set(range(32))
 
@@ -228,9 +285,9 @@ def test_a_stopped_device_process_costs_readers_their_deadline(lifted):
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_peer_pulls_what_is_only_on_our_device(begin, start, until):
+def test_a_peer_pulls_what_is_only_on_our_device(begin, start):
     owner = begin("--listen", "tcp://127.0.0.1:0", name="owner")
-    lift(owner, range(32), until)
+    lift(owner, range(32))
     owner.forget_memory()
     url = owner.daemon.ready.rsplit("peers at ", 1)[1].strip()
     reader = Engine(start("--memory", "8MiB", "--peer", url, name="reader"))
@@ -239,13 +296,13 @@ def test_a_peer_pulls_what_is_only_on_our_device(begin, start, until):
         assert reader.read(range(32)) == set(range(32))
 
 
-def test_tenants_see_nothing_of_each_other(begin, until):
+def test_tenants_see_nothing_of_each_other(begin):
     config = "[tenants.red]\nmemory = '4MiB'\n[tenants.blue]\nmemory = '4MiB'\n"
     config += "[tenants.default]\nmemory = '4MiB'\n"
     engine = begin(config=config)
     red, blue = (Engine(engine.daemon, tenant=name) for name in ("red", "blue"))
     with red.client, blue.client:
-        lift(red, range(16), until)
+        lift(red, range(16))
         assert blue.read(range(16), PATIENCE_S) == set()
         assert blue.client.put(blue.ns, keys_of(range(16)), [bytes(NBYTES)] * 16) == 16
         blue.client.get(blue.ns, keys_of(range(16)))
@@ -258,7 +315,7 @@ def test_tenants_see_nothing_of_each_other(begin, until):
         )
 
 
-def test_a_device_that_is_not_there_is_told_and_the_node_serves(start, until):
+def test_a_device_that_is_not_there_is_told_and_the_node_serves(start):
     engine = Engine(start("--memory", "4MiB", "--device", "cuda:99=64MiB"))
     with engine.client:
         until(lambda: engine.device.state == "failed")
@@ -331,11 +388,12 @@ def direct(lifted) -> Iterator[DirectEngine]:
 
 
 def test_an_attached_client_reads_the_device_itself(direct):
+    before = direct.device.read_blocks
     with direct.lease(range(32)) as lease:
         assert lease.blocks == 32
         assert direct_rows(lease) == 32
         assert content(lease) == [block(n) for n in range(32)]
-    assert direct.device.read_blocks == 0, "nothing was brought through memory"
+    assert direct.device.read_blocks == before, "nothing was brought through memory"
     assert direct.in_memory(range(32)) == 0
     assert direct.device.leased_blocks == 32
     assert direct.device.leased_bytes == 32 * NBYTES
@@ -354,11 +412,11 @@ def test_a_prefix_in_memory_and_on_the_device_is_one_lease(direct):
     assert direct.client.acquire(direct.ns, keys_of(range(6))).blocks == 1, "as others see it"
 
 
-def test_what_is_on_another_node_is_pulled_and_what_is_on_the_device_is_not(begin, start, until):
+def test_what_is_on_another_node_is_pulled_and_what_is_on_the_device_is_not(begin, start):
     other = Engine(start("--memory", "8MiB", "--listen", "tcp://127.0.0.1:0", name="other"))
     url = other.daemon.ready.rsplit("peers at ", 1)[1].strip()
     owner = begin("--peer", url, name="owner")
-    lift(owner, range(16), until)
+    lift(owner, range(16))
     owner.forget_memory()
     engine = DirectEngine(owner.daemon)
     with other.client:
@@ -371,14 +429,14 @@ def test_what_is_on_another_node_is_pulled_and_what_is_on_the_device_is_not(begi
     engine.close()
 
 
-def test_leased_slots_on_the_device_are_not_used_again(begin, until):
-    owner = begin(small=True)
-    lift(owner, range(32), until)
+def test_leased_slots_on_the_device_are_not_used_again(small):
+    owner = small
+    lift(owner, range(32))
     owner.forget_memory()
     engine = DirectEngine(owner.daemon)
     lease = engine.lease(range(16))
     assert direct_rows(lease) == 16
-    turn_over(owner, range(100, 100 + 2 * owner.device_blocks), until)
+    turn_over(owner, range(100, 100 + 2 * owner.device_blocks))
     assert content(lease) == [block(n) for n in range(16)]
     owner.client.evict(tier="device")
     assert owner.device.used_bytes == 16 * NBYTES, "the slots of what is leased"
@@ -388,7 +446,7 @@ def test_leased_slots_on_the_device_are_not_used_again(begin, until):
     engine.close()
 
 
-def turn_over(engine: Engine, numbers: range, until) -> None:
+def turn_over(engine: Engine, numbers: range) -> None:
     """Have as many blocks copied up, eight at a time."""
     for at in range(numbers.start, numbers.stop, 8):
         written = engine.device.written_blocks
@@ -397,9 +455,9 @@ def turn_over(engine: Engine, numbers: range, until) -> None:
         until(lambda written=written: engine.device.written_blocks == written + 8)
 
 
-def test_a_lease_on_the_device_ends_at_its_deadline(begin, until):
-    owner = begin(small=True)
-    lift(owner, range(32), until)
+def test_a_lease_on_the_device_ends_at_its_deadline(small):
+    owner = small
+    lift(owner, range(32))
     owner.forget_memory()
     engine = DirectEngine(owner.daemon)
     lease = engine.lease(range(16), lease_s=2.0)
@@ -427,15 +485,15 @@ sys.stdin.read()
 """
 
 
-def test_the_death_of_a_reader_gives_the_device_its_slots_back(begin, until):
-    owner = begin(small=True)
-    lift(owner, range(32), until)
+def test_the_death_of_a_reader_gives_the_device_its_slots_back(small):
+    owner = small
+    lift(owner, range(32))
     owner.forget_memory()
     command = [sys.executable, "-c", READER, owner.daemon.socket]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
         try:
             assert int(reader.stdout.readline()) == 16
-            turn_over(owner, range(100, 100 + owner.device_blocks * 3 // 2), until)
+            turn_over(owner, range(100, 100 + owner.device_blocks * 3 // 2))
             owner.client.evict(tier="device")
             assert owner.device.used_bytes == 16 * NBYTES
         finally:
@@ -443,7 +501,7 @@ def test_the_death_of_a_reader_gives_the_device_its_slots_back(begin, until):
     until(lambda: owner.device.used_bytes == 0)
 
 
-def test_the_death_of_the_device_process_under_a_reader_is_told_by_its_check(direct, until):
+def test_the_death_of_the_device_process_under_a_reader_is_told_by_its_check(direct):
     lease = direct.lease(range(32))
     assert content(lease) == [block(n) for n in range(32)]
     pid = device_process(direct.daemon)
@@ -455,7 +513,7 @@ def test_the_death_of_the_device_process_under_a_reader_is_told_by_its_check(dir
     until(lambda: device_process(direct.daemon) not in {pid, None})
     until(lambda: direct.device.state == "serving")
     assert direct.lease(range(32), wait_s=0.0) is None
-    lift(direct, range(32), until)
+    lift(direct, range(32))
     direct.forget_memory()
     with direct.lease(range(32)) as through_memory:
         assert direct_rows(through_memory) == 0, "the client is attached to what is gone"
@@ -468,7 +526,7 @@ def test_the_death_of_the_device_process_under_a_reader_is_told_by_its_check(dir
         assert content(again) == [block(n) for n in range(32)]
 
 
-def test_the_device_process_is_known_to_be_dead_before_the_daemon_knows(direct, until):
+def test_the_device_process_is_known_to_be_dead_before_the_daemon_knows(direct):
     lease = direct.lease(range(32))
     daemon = direct.daemon
     pid = device_process(daemon)
@@ -480,6 +538,7 @@ def test_the_device_process_is_known_to_be_dead_before_the_daemon_knows(direct, 
             lease.check()
     finally:
         daemon.signal(signal.SIGCONT)
+    until(lambda: device_process(daemon) not in {pid, None})
 
 
 def test_who_names_another_life_gets_a_lease_on_memory(direct):
@@ -520,9 +579,10 @@ def test_one_who_is_not_attached_acquires_in_the_name_of_those_who_are(direct):
 
 def test_a_pull_counts_what_is_on_the_device_for_those_who_read_it_there(direct):
     life = direct.memory.life
+    before = direct.device.read_blocks
     pull = direct.client.pull
     assert pull(direct.ns, keys_of(range(32)), wait_s=PATIENCE_S, life=life) == 32
-    assert direct.in_memory(range(32)) == direct.device.read_blocks == 0
+    assert (direct.in_memory(range(32)), direct.device.read_blocks) == (0, before)
     assert pull(direct.ns, keys_of(range(8)), wait_s=PATIENCE_S, life=life + 1) == 8
     assert direct.in_memory(range(32)) == 8
 
@@ -542,12 +602,12 @@ def test_a_reset_ends_what_is_read_on_the_device(direct):
         assert content(lease) == [block(n) for n in range(32)], "a lease outlives it"
 
 
-def test_a_tenant_maps_its_own_part_alone(begin, until):
+def test_a_tenant_maps_its_own_part_alone(begin):
     config = "[tenants.red]\nmemory = '4MiB'\n[tenants.blue]\nmemory = '4MiB'\n"
     config += "[tenants.default]\nmemory = '4MiB'\n"
     engine = begin(config=config)
     red, blue = (DirectEngine(engine.daemon, tenant=name) for name in ("red", "blue"))
-    lift(red, range(16), until)
+    lift(red, range(16))
     red.forget_memory()
     assert blue.lease(range(16)) is None
     with red.lease(range(16)) as lease:
@@ -572,9 +632,9 @@ def test_a_node_without_device_memory_has_nothing_to_attach_to(start):
         assert client.attach_device() is None
 
 
-def test_peers_still_pull_while_a_client_reads_the_device(begin, start, until):
+def test_peers_still_pull_while_a_client_reads_the_device(begin, start):
     owner = begin("--listen", "tcp://127.0.0.1:0", name="owner")
-    lift(owner, range(32), until)
+    lift(owner, range(32))
     owner.forget_memory()
     engine = DirectEngine(owner.daemon)
     url = owner.daemon.ready.rsplit("peers at ", 1)[1].strip()
