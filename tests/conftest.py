@@ -32,12 +32,12 @@ settings.load_profile("kvpool")
 
 preloaded.install()
 
-
-def engine_tests(name: str) -> Path:
-    return Path(__file__).parent / "integration" / name
+gc.disable()  # until the tests are there: see `pytest_collection_finish`
 
 
-collect_ignore = [str(engine_tests(name)) for name in ABSENT]
+ENGINE_TESTS = {name: Path(__file__).parent / "integration" / name for name in ENGINES}
+
+collect_ignore = [str(ENGINE_TESTS[name]) for name in ABSENT]
 
 
 def pytest_report_header() -> list[str]:
@@ -48,13 +48,14 @@ def pytest_report_header() -> list[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for name in ENGINES:
-            if item.path.is_relative_to(engine_tests(name)):
+        for name, folder in ENGINE_TESTS.items():
+            if folder in item.path.parents:
                 item.add_marker(name)
 
 
 def pytest_collection_finish() -> None:
     """What the tests are made of is no garbage: a million objects, which each later collection would look at."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
