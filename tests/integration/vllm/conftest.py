@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +47,15 @@ with warnings.catch_warnings():
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.config import KVTransferConfig
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
+
+# Of each kind of model it imports vLLM in another process, lest this one initialize CUDA.
+registry._run_in_subprocess = lambda inspect: inspect()
+# Each engine looks for the same kernels in all modules, half of its start.
+CpuPlatform.register_triton_kernel_overrides = staticmethod(
+    cache(CpuPlatform.register_triton_kernel_overrides)
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK = 32
