@@ -14,12 +14,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-DIVIDE_AT = 1 << 15  # entries of a piece: copying them takes one to two milliseconds
 PIECES = 256
-CHECKED_EVERY = 64  # blocks added, for each look whether a piece is too large
 CHECKED_TOGETHER = 16  # parts of an overfull piece, when it has its turn
 COMPACT_BYTES, COMPACT_SPARE = 60, 4096  # of a piece: an entry, and in all
-COMPACT_TOGETHER = 1 << 11  # entries that are copied at a time, each of which touches its block
 
 ROWS_BITS = 12  # of a row's number, within its piece
 _ROWS = 1 << ROWS_BITS
@@ -38,6 +35,13 @@ class BlockIndex(Generic[B]):
 
     __slots__ = ("_check_at", "_emptied", "_length", "_next", "_one", "_pieces", "added")
 
+    DIVIDE_AT = 1 << 15
+    """Entries of a piece: copying them takes one to two milliseconds."""
+    CHECKED_EVERY = 64
+    """Blocks added, for each look whether a piece is too large."""
+    COMPACT_TOGETHER = 1 << 11
+    """Entries that are copied at a time, each of which touches its block."""
+
     def __init__(self) -> None:
         self._one: dict[bytes, B] = {}  # all blocks, as long as there are no pieces
         self._pieces: list[_Piece[B]] | None = None
@@ -45,7 +49,7 @@ class BlockIndex(Generic[B]):
         self.added = 0  # blocks in all: equal at two times if none was added between them
         self._emptied = 0  # pieces that `pop_any` has emptied
         self._next = 0  # the piece that was checked last
-        self._check_at = CHECKED_EVERY  # `added`
+        self._check_at = self.CHECKED_EVERY  # `added`
 
     # ---- one block ---------------------------------------------------------------------------------
 
@@ -93,7 +97,7 @@ class BlockIndex(Generic[B]):
         self.added += len(keys)
         # Each piece has its turn long before it can have doubled.
         while self.added >= self._check_at:
-            self._check_at += CHECKED_EVERY
+            self._check_at += self.CHECKED_EVERY
             self._check()
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -164,7 +168,7 @@ class BlockIndex(Generic[B]):
         """Divide what is too large, and copy a piece with much room for nothing: see `_compact`."""
         pieces = self._pieces
         if pieces is None:
-            if self._length > DIVIDE_AT:
+            if self._length > self.DIVIDE_AT:
                 self._pieces = [{} for _ in range(PIECES)]
                 for key, block in self._one.items():
                     self._pieces[key[-1]][key] = block
@@ -174,7 +178,7 @@ class BlockIndex(Generic[B]):
             return
         piece = pieces[self._next]
         if isinstance(piece, _Moving):
-            if piece.move(COMPACT_TOGETHER):
+            if piece.move(self.COMPACT_TOGETHER):
                 return
             pieces[self._next] = piece.new
         at = self._next = (self._next + 1) % PIECES
@@ -182,9 +186,9 @@ class BlockIndex(Generic[B]):
         if isinstance(piece, _Overfull):
             piece.check()
         elif isinstance(piece, dict):
-            if len(piece) > DIVIDE_AT:
+            if len(piece) > self.DIVIDE_AT:
                 pieces[at] = _Overfull(piece)
-            elif len(piece) > COMPACT_TOGETHER and _is_roomy(piece):
+            elif len(piece) > self.COMPACT_TOGETHER and _is_roomy(piece):
                 pieces[at] = _Moving(piece)
             else:
                 pieces[at] = _compact(piece)

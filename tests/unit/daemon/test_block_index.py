@@ -33,13 +33,15 @@ def key(number: int) -> bytes:
 def test_an_index_is_a_dictionary(
     divide_at: int, moved_together: int, steps: list[tuple[str, set[int]]], asked: list[int]
 ) -> None:
+    class Index(BlockIndex[int]):
+        DIVIDE_AT = divide_at
+        CHECKED_EVERY = 1
+        COMPACT_TOGETHER = moved_together
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_index, "COMPACT_TOGETHER", moved_together)
         patch.setattr(block_index, "COMPACT_BYTES", 0)  # each piece is moved at its turn
         patch.setattr(block_index, "COMPACT_SPARE", 0)
-        patch.setattr(block_index, "DIVIDE_AT", divide_at)
-        patch.setattr(block_index, "CHECKED_EVERY", 1)
-        index: BlockIndex[int] = BlockIndex()
+        index = Index()
         model: dict[bytes, int] = {}
         for step, numbers in steps:
             if step == "add":
@@ -79,13 +81,14 @@ def chosen(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("key_of", [scattered, chosen])
-def test_no_put_copies_many_blocks(
-    key_of: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_put_copies_many_blocks(key_of: Callable[[int], bytes]) -> None:
     """Python copies a dictionary that grows: nobody waits for more than this many blocks."""
-    monkeypatch.setattr(block_index, "DIVIDE_AT", 1 << 12)
-    monkeypatch.setattr(block_index, "CHECKED_EVERY", 8)
-    index: BlockIndex[int] = BlockIndex()
+
+    class Index(BlockIndex[int]):
+        DIVIDE_AT = 1 << 12
+        CHECKED_EVERY = 8
+
+    index = Index()
     rng = random.Random(3)
     resident: list[bytes] = []
     copied = 0
@@ -105,18 +108,21 @@ def test_no_put_copies_many_blocks(
                     del index[resident.pop()]
     finally:
         tracemalloc.stop()
-    assert copied < 100 * block_index.DIVIDE_AT, "of all blocks a dictionary takes 1.3 MB"
+    assert copied < 100 * Index.DIVIDE_AT, "of all blocks a dictionary takes 1.3 MB"
     assert len(index) == len(resident)
     assert all(index.present(resident))
 
 
-def test_room_for_nothing_is_given_back_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_nothing_is_given_back_a_little_at_a_time() -> None:
     """Copying an entry touches its block, which is in no cache: nobody waits for many of them."""
-    monkeypatch.setattr(block_index, "DIVIDE_AT", 100)
-    monkeypatch.setattr(block_index, "COMPACT_TOGETHER", 500)
-    index: BlockIndex[int] = BlockIndex()
+
+    class Index(BlockIndex[int]):
+        DIVIDE_AT = 100
+        COMPACT_TOGETHER = 500
+
+    index = Index()
     index.add([scattered(number) for number in range(128)], range(128))
-    monkeypatch.setattr(block_index, "DIVIDE_AT", 1 << 20)
+    Index.DIVIDE_AT = 1 << 20
     large = [chosen(number) for number in range(20_000)]
     index.add(large, range(20_000))
     index.remove(large[4000:])
@@ -131,7 +137,7 @@ def test_room_for_nothing_is_given_back_a_little_at_a_time(monkeypatch: pytest.M
             assert index.found(large[:4000]) == list(range(4000))
     assert len(left) > 2
     moved = [before - after for before, after in itertools.pairwise(left)]
-    assert max(moved) <= block_index.COMPACT_TOGETHER
+    assert max(moved) <= Index.COMPACT_TOGETHER
     piece = index._pieces[0]
     assert isinstance(piece, dict)
     assert sys.getsizeof(piece) < roomy / 3
