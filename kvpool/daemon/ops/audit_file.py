@@ -31,9 +31,6 @@ from kvpool.errors import ConfigError, ProtocolError
 from kvpool.folders import shift_files, sync_folder, write_all
 from kvpool.telemetry.node_stats import AuditStats
 
-QUEUE_MAX = 4096  # records that wait for the disk
-RETRY_S = 1.0
-CLOSE_S = 5.0
 LINE_BYTES_MAX = 64 << 10
 TAIL_BYTES = 2 * LINE_BYTES_MAX
 NO_HASH = "0" * 64
@@ -136,11 +133,16 @@ class AuditFile:
     bytes_max: int
     files_max: int
 
+    QUEUE_MAX = 4096
+    """Records that wait for the disk."""
+    RETRY_S = 1.0
+    CLOSE_S = 5.0
+
     def __post_init__(self) -> None:
         self.written = 0
         self.lost = 0  # the disk did not take them in time
         self.errors = 0
-        self._queue: queue.Queue[AuditRecord | None] = queue.Queue(QUEUE_MAX)
+        self._queue: queue.Queue[AuditRecord | None] = queue.Queue(self.QUEUE_MAX)
         self._closing = threading.Event()
         try:
             self._fd = _open(self.path)
@@ -180,10 +182,10 @@ class AuditFile:
         """Write what is queued, within `CLOSE_S`."""
         self._closing.set()
         try:
-            self._queue.put(None, timeout=CLOSE_S)
+            self._queue.put(None, timeout=self.CLOSE_S)
         except queue.Full:
             return
-        self._thread.join(CLOSE_S)
+        self._thread.join(self.CLOSE_S)
 
     def _run(self) -> None:
         while True:
@@ -208,7 +210,7 @@ class AuditFile:
                 if not failed:
                     log.warning("the audit file %s cannot be written: %s", self.path, error)
                 failed = True
-                if self._closing.wait(RETRY_S):
+                if self._closing.wait(self.RETRY_S):
                     self.lost += len(records)
                     return
             else:

@@ -32,10 +32,15 @@ from tests.support.waiting import PATIENCE_S, until
 NOON = 1_764_590_400.25  # 2025-12-01T12:00:00.250Z
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who closes a file has let go of it, however long that takes here."""
-    monkeypatch.setattr(audit_file, "CLOSE_S", PATIENCE_S)
+class PatientFile(AuditFile):
+    """Who closes it has let go of it, however long that takes here."""
+
+    RETRY_S = 0.01
+    CLOSE_S = PATIENCE_S
+
+
+class BusyFile(PatientFile):
+    QUEUE_MAX = 5
 
 
 @pytest.fixture
@@ -47,8 +52,10 @@ def path(tmp_path: Path) -> Path:
 def begin(path: Path) -> Iterator[Callable[..., AuditFile]]:
     opened: list[AuditFile] = []
 
-    def one(bytes_max: int = 1 << 20, files_max: int = 3) -> AuditFile:
-        opened.append(AuditFile(path, bytes_max, files_max))
+    def one(
+        bytes_max: int = 1 << 20, files_max: int = 3, kind: type[AuditFile] = PatientFile
+    ) -> AuditFile:
+        opened.append(kind(path, bytes_max, files_max))
         return opened[-1]
 
     yield one
@@ -177,7 +184,6 @@ def test_fewer_files_than_before(begin: Callable[..., AuditFile], path: Path) ->
 def test_a_rotation_that_fails_again_and_again_costs_no_file(
     begin: Callable[..., AuditFile], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_file, "RETRY_S", 0.01)
     audit = begin(bytes_max=300, files_max=6)
     for n in range(10):
         write(audit, n)
@@ -288,7 +294,6 @@ def test_a_disk_that_is_full_for_a_while(
     audit = begin()
     write(audit, 0)
     full = True
-    monkeypatch.setattr(audit_file, "RETRY_S", 0.01)
     real = os.write
 
     def some(fd: int, data: memoryview) -> int:
@@ -325,9 +330,7 @@ def test_a_disk_that_is_full_for_a_while(
 def test_more_than_may_wait_is_lost_and_counted(
     begin: Callable[..., AuditFile], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_file, "QUEUE_MAX", 5)
-    monkeypatch.setattr(audit_file, "RETRY_S", 0.01)
-    audit = begin()
+    audit = begin(kind=BusyFile)
 
     def refuse(fd: int, data: memoryview) -> int:
         raise OSError(errno.EIO, "Input/output error")
