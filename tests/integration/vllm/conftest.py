@@ -29,6 +29,7 @@ import pytest
 os.environ.update(
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
+    PYTHONPATH=str(Path(__file__).resolve().parents[2] / "support/vllm_start"),
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",

@@ -6,6 +6,7 @@ installed; what is taken from them can be imported, used as a decorator or compa
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -121,3 +122,5 @@ class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(AbsentFinder())
+# Each of an engine's three processes imports a million objects, which are no garbage.
+gc.set_threshold(100_000, 50, 100)
