@@ -42,7 +42,7 @@ class MoverSide(Side):
         self,
         url: str,
         *,
-        size: int = 64 << 20,
+        size: int = 24 << 20,
         secrets: tuple[str, ...] = (SECRET,),
         cluster: str = "test",
         limits: TransferLimits | None = None,

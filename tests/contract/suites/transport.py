@@ -203,7 +203,7 @@ class Side:
         self,
         url: str,
         *,
-        size: int = 64 << 20,
+        size: int = 24 << 20,
         secrets: tuple[str, ...] | ClusterSecrets = (SECRET,),
         cluster: str = "test",
         limits: TransferLimits | None = None,
@@ -275,13 +275,13 @@ class PartsPair:
     def place(self, part: int, number: int) -> int:
         """Where a block is in the owner's memory."""
         stride = self.SIZES[part][1]
-        return (-(-part * (10 << 20) // stride) + 2 * number) * stride
+        return (-(-part * (1 << 20) // stride) + 2 * number) * stride
 
     def pull(self, wanted: dict[int, list[int]]) -> tuple[Pulled, PullBlocks]:
         parts = []
         for part, numbers in wanted.items():
             nbytes, stride = self.SIZES[part]
-            first = -(-(part + 1) * (10 << 20) // stride)
+            first = -(-(part + 1) * (1 << 20) // stride)
             rows = array("I", [first + 3 * at for at in reversed(range(len(numbers)))])
             keys = b"".join(map(key_of, numbers))
             parts.append(PartRows(part, nbytes, stride, keys, rows.tobytes()))
@@ -523,7 +523,7 @@ class TransportContract:
 
     def test_a_large_pull_is_cut_to_the_limits(self) -> None:
         limits = TransferLimits(fetch_bytes_max=3 << 20, inflight_bytes_max=4 << 20)
-        with self.pair(1 << 20, 20, limits=limits) as (owner, reader, url, data):
+        with self.pair(1 << 20, 20, limits=limits, size=64 << 20) as (owner, reader, url, data):
             keys = [key_of(n) for n in range(20)]
             pulled = reader.transport.pull(order(url, 1 << 20, keys, list(range(20))), Stop())
             assert pulled.status == b"\1" * 20
