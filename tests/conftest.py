@@ -22,6 +22,9 @@ ABSENT = [name for name in ENGINES if importlib.util.find_spec(name) is None]
 # What is printed into a pipe depends on it, and pytest-xdist sets it.
 os.environ.pop("COLUMNS", None)
 
+# Each of the thousands of processes that import numpy would have a thread for each core, which spin for 0.1 s.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Daemons make a secret for their peers on this machine there.
 STATE_HOME = tempfile.TemporaryDirectory(prefix="kvpool-tests-")
 os.environ["XDG_STATE_HOME"] = STATE_HOME.name

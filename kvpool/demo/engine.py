@@ -14,6 +14,7 @@ import numpy as np
 from aiohttp import web
 
 from kvpool.client import Client
+from kvpool.decoding import JsonDecoder
 from kvpool.errors import InternalError
 from kvpool.router.hashing import HashSpec, chain, none_hash
 from kvpool.types import KEY_BYTES, EngineRecord, NamespaceRecord
@@ -36,6 +37,9 @@ class _Completion(msgspec.Struct):
     """The fields of a request that the engine reads. prompt: tokens."""
 
     prompt: list[int]
+
+
+_decode_completion = JsonDecoder[_Completion](_Completion, "a completion")
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -92,20 +96,18 @@ class SimulatedEngine:
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = msgspec.json.decode(await request.read(), type=_Completion)
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = _decode_completion(await request.read())
         async with self._computing:
             answer = await self._prefill(body.prompt)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
         said = {
             "object": "text_completion",
             "model": MODEL,
             "choices": [{"index": 0, "text": "ok", "finish_reason": "stop"}],
             "kvpool_demo": answer,
         }
-        await response.write(b"data: " + msgspec.json.encode(said) + b"\n\ndata: [DONE]\n\n")
-        return response
+        text = b"data: " + msgspec.json.encode(said) + b"\n\ndata: [DONE]\n\n"
+        return web.Response(body=text, content_type="text/event-stream")
 
     async def _prefill(self, tokens: Sequence[int]) -> Answer:
         """Take the longest prefix that is there, compute the rest, and write that to the pool.

@@ -15,6 +15,7 @@ from random import Random
 import aiohttp
 import msgspec
 
+from kvpool.decoding import JsonDecoder
 from kvpool.demo.engine import MODEL, Answer, SimulatedEngine
 from kvpool.errors import Unavailable
 
@@ -51,14 +52,17 @@ class _Choice(msgspec.Struct):
     kvpool_demo: Answer
 
 
+_decode_choice = JsonDecoder[_Choice](_Choice, "an answer")
+
+
 async def play(say: Say) -> list[Round]:
     """Ask about the same documents in four rounds. say: called with each step before it begins.
 
     Raises `Unavailable` if a process does not start or a question is not answered.
     """
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-demo-")))
-        socket = str(folder / "daemon.sock")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-")))
+        socket = str(folder / "d.sock")
         say(f"starting a daemon with {MEMORY} of memory, a router, and {ENGINES} simulated engines")
         await stack.enter_async_context(
             _process(folder / "daemon.log", "serve", "--socket", socket, "--memory", MEMORY)
@@ -109,7 +113,7 @@ async def _ask_each(
                 raise Unavailable(f"{url} answers {response.status}: {await response.text()}")
             line = await response.content.readline()
             times.append(time.perf_counter() - begun)
-        answers.append(msgspec.json.decode(line.removeprefix(b"data: "), type=_Choice).kvpool_demo)
+        answers.append(_decode_choice(line.removeprefix(b"data: ")).kvpool_demo)
     return Round(
         name,
         times,

@@ -250,7 +250,7 @@ class Api:
             response = web.Response(status=499)
         if not response.prepared:
             response.headers[REQUEST_ID] = request[IDENT]
-            if self._serving.in_flight.draining:
+            if self._serving.active.draining:
                 # So that its client connects to another router.
                 response.force_close()
             await self._send(request, response)
@@ -270,7 +270,7 @@ class Api:
     async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         await self._turnstile.enter()
         incoming = await self._incoming(request, kind)
-        reply = HttpReply(request, incoming.ident, lambda: self._serving.in_flight.draining)
+        reply = HttpReply(request, incoming.ident, lambda: self._serving.active.draining)
         await self._serving.serve(incoming, reply)
         if reply.response is None or not reply.ended:
             _hang_up(request)
@@ -304,7 +304,7 @@ class Api:
         if (request.content_length or 0) > most:
             raise _too_large(most)
         try:
-            with self._serving.in_flight.reading():
+            with self._serving.active.reading():
                 if content.is_eof():  # it came with its head
                     if len(whole := content.read_nowait()) > most:
                         raise _too_large(most)
@@ -319,7 +319,7 @@ class Api:
                         body += piece
                     return bytes(body)
         except NoRoom as error:
-            raise self._serving.in_flight.no_room(error) from None
+            raise self._serving.active.no_room(error) from None
         except TimeoutError:
             raise BadRequest(408, "the body did not arrive in time") from None
         except web.RequestPayloadError as error:

@@ -478,7 +478,7 @@ async def _run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int
 async def _drain(router: Router, within_s: float, hurry: asyncio.Event) -> None:
     """Until the last request has ended, the time is over, or a second signal."""
     router.retire()
-    drained = asyncio.create_task(router.serving.in_flight.drained(within_s))
+    drained = asyncio.create_task(router.serving.active.drained(within_s))
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
     if not (drained.done() and drained.result()):

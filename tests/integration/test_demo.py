@@ -19,12 +19,12 @@ COMMAND_S = 120
 
 
 @pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
+def environ(folder: Path) -> dict[str, str]:
     """With a folder of its own for what the demo makes, and settings that are not the demo's."""
-    return os.environ | {"TMPDIR": str(tmp_path), "KVPOOL_SOCKET": "/nowhere", "COLUMNS": "80"}
+    return os.environ | {"TMPDIR": str(folder), "KVPOOL_SOCKET": "/nowhere", "COLUMNS": "80"}
 
 
-def test_blocks_of_one_engine_are_read_by_the_other(environ, tmp_path):
+def test_blocks_of_one_engine_are_read_by_the_other(environ, folder):
     done = subprocess.run(
         [*DEMO, "--json"],
         check=False,
@@ -41,7 +41,7 @@ def test_blocks_of_one_engine_are_read_by_the_other(environ, tmp_path):
     assert counts[2] == (ALL - FOUND, FOUND, 0)
     assert counts[3] == (ALL - FOUND, FOUND, 0), "the router sends no prompt elsewhere"
     assert all(len(row["first_token_s"]) == DOCUMENTS for row in rounds)
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_its_last_lines_say_what_was_gained_and_what_was_simulated(environ):
@@ -56,7 +56,7 @@ def test_its_last_lines_say_what_was_gained_and_what_was_simulated(environ):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_nothing(environ, tmp_path, number):
+def test_an_interrupted_demo_leaves_nothing(environ, folder, number):
     with subprocess.Popen(
         DEMO, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
     ) as demo:
@@ -69,8 +69,6 @@ def test_an_interrupted_demo_leaves_nothing(environ, tmp_path, number):
         status = demo.wait(COMMAND_S)
     assert status == 128 + number, rest
     assert "Traceback" not in rest
-    assert list(tmp_path.iterdir()) == []
-    left = subprocess.run(
-        ["pgrep", "-f", str(tmp_path)], check=False, capture_output=True, text=True
-    )
+    assert list(folder.iterdir()) == []
+    left = subprocess.run(["pgrep", "-f", str(folder)], check=False, capture_output=True, text=True)
     assert left.stdout == ""

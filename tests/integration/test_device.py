@@ -146,7 +146,7 @@ def shared_small(path, start_one) -> Iterator[Engine]:
 def emptied(engine: Engine) -> Engine:
     """The engine, when nothing is left of the tests before. Counters are."""
     wait_until_serving(engine)
-    engine.client.reset(engine.ns)
+    engine.client.namespaces.reset(engine.ns)
     until(lambda: engine.device.used_bytes == 0)
     return engine
 

@@ -191,7 +191,7 @@ def test_an_answer_that_is_cut_off(answering):
 # ---- every command is decided --------------------------------------------------------------------
 
 HERE_ONLY = {
-    *("serve", "router", "put", "get", "ls", "rm", "explain", "sim", "doctor", "version"),
+    *("demo", "serve", "router", "put", "get", "ls", "rm", "explain", "sim", "doctor", "version"),
     *("certs", "secret", "token", "audit"),
 }
 """They concern this machine, or a server that they name themselves."""

@@ -31,9 +31,9 @@ from kvpool.router.records.miss_notes import MissNotes
 from kvpool.router.records.observations import Observer
 from kvpool.router.records.recorder import EndedRequest, Recorder
 from kvpool.router.requests.active_request import ActiveRequest
+from kvpool.router.requests.active_requests import ActiveRequests
 from kvpool.router.requests.calls import Caller, ClientGone, Reply, while_alive
 from kvpool.router.requests.failures import DeadlinePassed, GivenUp
-from kvpool.router.requests.in_flight import InFlight
 from kvpool.router.requests.intake import Incoming, Intake, Rejected
 from kvpool.router.requests.intents import Intents, Wanted
 from kvpool.router.requests.request_notes import RequestNotes
@@ -90,13 +90,13 @@ class Serving:
     memory: Memory = field(init=False)
     accounts: Accounts = field(init=False)
     _miss_notes: MissNotes = field(init=False)
-    in_flight: InFlight = field(init=False)
+    active: ActiveRequests = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = Memory(self._config.memory_bytes_max)
         self.accounts = Accounts(self._config.decisions_max)
         self._miss_notes = MissNotes(self._intake.why, self._clock)
-        self.in_flight = InFlight(self._config, self._metrics)
+        self.active = ActiveRequests(self._config, self._metrics)
 
     # Requests
 
@@ -105,7 +105,7 @@ class Serving:
 
         Raises `BadRequest` until something was sent; after that an error ends the stream.
         """
-        with self.in_flight.one():
+        with self.active.one():
             arrived_s = self._clock()
             account = Account(incoming.ident, "", incoming.tenant, arrived_s)
             self.accounts.add(account)
@@ -187,7 +187,7 @@ class Serving:
         try:
             body, prompt, request, hint = await self._intake.read(incoming, account, limit_s)
         except NoRoom as error:
-            raise self.in_flight.no_room(error) from None
+            raise self.active.no_room(error) from None
         finally:
             if prepare is not None:
                 prepare.end()
@@ -266,14 +266,14 @@ class Serving:
 
         Without a body it is a GET, for any engine. held: the memory of the body and of its answer.
         """
-        with self.in_flight.one():
+        with self.active.one():
             models = self._roster.models.names()
             if not models:
                 raise Rejected(503, "no engine is available", "no_engine", self._config.probe_s)
             try:
                 held.add(parsed_bytes(raw))
             except NoRoom as full:
-                raise self.in_flight.no_room(full) from None
+                raise self.active.no_room(full) from None
             model = parse(Kind.COMPLETIONS, raw, models).model if raw else models[0]
             found = self._roster.passing(model)
             said = f"no engine is available for {model}"
@@ -361,7 +361,7 @@ class Serving:
     def _failure_of(self, error: KvpoolError) -> Rejected:
         """Return the router's own answer to a request that ended with this error."""
         if isinstance(error, NoRoom):
-            return self.in_flight.no_room(error)
+            return self.active.no_room(error)
         if isinstance(error, Exhausted):
             self._metrics.rejections.labels("exhausted").inc()
             return Rejected(503, str(error), "exhausted", 1.0)
@@ -381,7 +381,7 @@ class Serving:
         """How a request would be routed now. elsewhere: what another router says to that, in JSON; empty: this one
         schedules. Raises `BadRequest`.
         """
-        with self.in_flight.one():
+        with self.active.one():
             return await self._explain(incoming, elsewhere)
 
     async def _explain(self, incoming: Incoming, elsewhere: Elsewhere) -> dict[str, Any]:
@@ -390,7 +390,7 @@ class Serving:
         try:
             _, prompt, request, _ = await self._intake.read(incoming, account, limit_s)
         except NoRoom as error:
-            raise self.in_flight.no_room(error) from None
+            raise self.active.no_room(error) from None
         said = await elsewhere(request, account.model)
         if said:
             shown = decode_json(said, dict[str, Any], "an explanation")
@@ -410,13 +410,13 @@ class Serving:
         """
         if self._intents is None:
             raise BadRequest(400, "this router passes no intents on")
-        with self.in_flight.one():
+        with self.active.one():
             if wanted.intent is Intent.PREFETCH and not wanted.nodes:
                 wanted = replace(wanted, nodes=(await self._node_for(incoming, elsewhere),))
             try:
                 body = await self._intake.body(incoming)
             except NoRoom as error:
-                raise self.in_flight.no_room(error) from None
+                raise self.active.no_room(error) from None
             limit_s = self._limit_s(incoming)
             return await self._intents.answer(incoming.tenant, body, wanted, limit_s)
 
@@ -439,14 +439,14 @@ class Serving:
     @property
     def well(self) -> str:
         """Empty, or why requests cannot be served."""
-        return "shutting down" if self.in_flight.draining else self._roster.lacking
+        return "shutting down" if self.active.draining else self._roster.lacking
 
     def refresh_metrics(self) -> None:
         """Numbers that are read on demand."""
         metrics = self._metrics
-        metrics.active_requests.set(self.in_flight.count)
+        metrics.active_requests.set(self.active.count)
         metrics.requests_waiting.set(self._scheduler.waiting)
-        metrics.draining.set(self.in_flight.draining)
+        metrics.draining.set(self.active.draining)
         metrics.held_bytes.set(self.memory.held)
         if self._recorder is not None:
             now, before = self._recorder.counts(), self._recorded

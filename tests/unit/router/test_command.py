@@ -27,7 +27,7 @@ def test_it_waits_for_the_last_request_unless_somebody_is_in_a_hurry(
 
         retired: list[bool] = []
         router: Any = SimpleNamespace(
-            serving=SimpleNamespace(in_flight=SimpleNamespace(drained=drained)),
+            serving=SimpleNamespace(active=SimpleNamespace(drained=drained)),
             retire=lambda: retired.append(True),
         )
         task = asyncio.create_task(_drain(cast(Router, router), 50.0, hurry))

@@ -16,7 +16,7 @@ from kvpool.errors import Unavailable
 from kvpool.router.config import RouterConfig
 from kvpool.router.http.bodies import BadRequest, Kind
 from kvpool.router.http.memory import SMALL_BYTES
-from kvpool.router.requests.in_flight import QUIET_S
+from kvpool.router.requests.active_requests import QUIET_S
 from kvpool.router.requests.intake import Rejected
 from kvpool.router.requests.intents import Wanted
 from kvpool.router.upstream.specs import EngineSpec
@@ -1106,7 +1106,7 @@ def test_a_router_that_ends_takes_nothing_new_and_finishes_the_rest() -> None:
         client = Client()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), client))
         await until_async(lambda: bool(bench.upstream.open))
-        drained = asyncio.create_task(bench.serving.in_flight.drained(20.0))
+        drained = asyncio.create_task(bench.serving.active.drained(20.0))
         await asyncio.sleep(0)
         with pytest.raises(Rejected) as caught:
             await ask(bench, STREAM)
@@ -1124,7 +1124,7 @@ def test_a_router_does_not_wait_for_ever_when_it_ends() -> None:
         bench.upstream.hold["a"] = asyncio.Event()
         task = asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
         await until_async(lambda: bool(bench.upstream.open))
-        assert not await bench.serving.in_flight.drained(0.01)
+        assert not await bench.serving.active.drained(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -1133,7 +1133,7 @@ def test_a_router_does_not_wait_for_ever_when_it_ends() -> None:
 
 def test_with_a_shared_port_it_finishes_what_comes_on_open_connections() -> None:
     async def work(bench: Bench) -> None:
-        drained = asyncio.create_task(bench.serving.in_flight.drained(50.0))
+        drained = asyncio.create_task(bench.serving.active.drained(50.0))
         await asyncio.sleep(0)
         assert (await ask(bench, STREAM)).data == right(STREAM)
         assert bench.serving.well == "shutting down" and not drained.done()
@@ -1351,7 +1351,7 @@ def test_intents_are_admitted_as_requests_are() -> None:
         with pytest.raises(Rejected) as caught:
             await bench.serving.intend(bench.incoming(WHOLE), wanted)
         assert caught.value.why == "requests_max"
-        drained = asyncio.create_task(bench.serving.in_flight.drained(30.0))
+        drained = asyncio.create_task(bench.serving.active.drained(30.0))
         intents.hold.set()
         await first
         assert await drained

@@ -16,7 +16,7 @@ QUIET_S = 0.5
 """So long without a request, and none is under way: then a router that drains has ended."""
 
 
-class InFlight:
+class ActiveRequests:
     """Requests under way. draining: whether no more are accepted, but for those on open connections with `reuse_port`."""
 
     def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
