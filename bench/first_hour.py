@@ -4,11 +4,13 @@
 
 Installs kvpool into an empty environment and runs `kvpool demo` there. Compares the first client of a daemon that has
 just become ready with the tenth one, each in a process of its own, from opening a namespace to having read what it put.
+Runs the commands that show something, 80 columns wide, on a cluster in use, and counts the lines that do not fit.
 `make demo`'s environment is measured where it is. `--quick`: installs nothing, fewer daemons.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -19,12 +21,21 @@ from pathlib import Path
 
 from harness import REPO, Report, daemon, median, parse_arguments
 
+from tests.support.local_cluster import LocalCluster
+from tests.support.traffic import traffic
+
 LIGHT_S, LIGHT_MB, DEMO_MB = 10.0, 400, 2600
 FIRST_VS_TENTH = 1.5
 README_WORDS = 700
 MEMORY = "4GiB"
 CLIENTS = 10
 COMMAND_S = 600
+TRAFFIC_S = 10.0
+SHOWING = (
+    *("nodes", "status", "status --all", "namespaces", "top --once", "events", "receipts"),
+    *("config show", "doctor", "plan memory", "job list", "sessions list", "--help"),
+)
+"""Commands that show something of a cluster in use."""
 CLIENT = """
 import sys, time
 from kvpool.client import Client
@@ -105,6 +116,31 @@ def first_client(report: Report, daemons: int) -> None:
     report.check("first_client_after_ready_vs_tenth", ratio, at_most=FIRST_VS_TENTH)
 
 
+def over_80_columns(report: Report) -> None:
+    environ = {**os.environ, "COLUMNS": "80"}
+    over = []
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,
+        LocalCluster(Path(folder), memory="64MiB", ssd="256MiB") as cluster,
+        traffic(cluster.nodes),
+    ):
+        cluster.wait_acquainted()
+        time.sleep(TRAFFIC_S)
+        for command in SHOWING:
+            done = subprocess.run(
+                [sys.executable, "-m", "kvpool.cli", *command.split()],
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=REPO,
+                env={**environ, "KVPOOL_SOCKET": cluster.nodes[0].socket},
+            )
+            over += [f"{command}: {line}" for line in done.stdout.splitlines() if len(line) > 80]
+    for line in over:
+        report.row(line)
+    report.check("columns_over_80", len(over), at_most=0)
+
+
 def prose_words(markdown: str) -> int:
     """Words of rendered prose: without tables, code and addresses."""
     text = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
@@ -119,6 +155,7 @@ def main() -> int:
         install_and_demo(report)
     demo_environment(report)
     first_client(report, 3 if given.quick else 11)
+    over_80_columns(report)
     words = prose_words((REPO / "README.md").read_text())
     report.check("readme_words", words, at_most=README_WORDS)
     return report.finish()

@@ -17,14 +17,11 @@ def demo(as_json: AsJson = False) -> None:
     Example: kvpool demo
     """
     import asyncio
+    from functools import partial
 
     from kvpool.cli.render.demo import rounds_view
     from kvpool.demo.play import play
 
     with base.in_foreground():
-        rounds = asyncio.run(play(_say))
+        rounds = asyncio.run(play(partial(print, file=sys.stderr, flush=True)))
     base.show(rounds, rounds_view(rounds), as_json=as_json)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -17,14 +17,7 @@ import numpy.typing as npt
 from kvpool.client.copy_tuner import CopyWays, Way
 from kvpool.client.slots import Indices, Slots, differing
 from kvpool.errors import InvalidRequest
-from kvpool.memory.buffers import (
-    Rows2D,
-    Source,
-    as_bytes,
-    pieces_digest,
-    read_pieces,
-    read_rows,
-)
+from kvpool.memory.buffers import Rows2D, Source, as_bytes, pieces_digest, read_pieces, read_rows
 from kvpool.types import Namespace
 from kvpool.wire.frame import NO_ROW
 

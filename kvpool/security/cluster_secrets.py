@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from kvpool.errors import ConfigError
-from kvpool.secret_files import (
-    SECRET_CHARACTERS_MIN,
-    is_own,
-    is_printable,
-    read_small,
-    write_whole,
-)
+from kvpool.secret_files import SECRET_CHARACTERS_MIN, is_own, is_printable, read_small, write_whole
 from kvpool.security.file_watch import Reloaded
 
 SECRETS_MAX = 4  # of a file: each is tried at each handshake

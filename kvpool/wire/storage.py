@@ -36,16 +36,7 @@ from __future__ import annotations
 import msgspec
 
 from kvpool.decoding import Finite
-from kvpool.wire.frame import (
-    Bytes,
-    Count,
-    Decoder,
-    Digest,
-    Done,
-    Error,
-    Message,
-    Part,
-)
+from kvpool.wire.frame import Bytes, Count, Decoder, Digest, Done, Error, Message, Part
 from kvpool.wire.worker import AttachSegment, Pulled, StopOrder
 
 

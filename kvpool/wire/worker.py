@@ -26,17 +26,7 @@ from __future__ import annotations
 import msgspec
 
 from kvpool.decoding import Finite
-from kvpool.wire.frame import (
-    Bytes,
-    Count,
-    Decoder,
-    Digest,
-    Done,
-    Error,
-    Message,
-    Part,
-    ReadOnly,
-)
+from kvpool.wire.frame import Bytes, Count, Decoder, Digest, Done, Error, Message, Part, ReadOnly
 from kvpool.wire.peer import (
     Ask,
     Await,

@@ -212,7 +212,7 @@ def test_what_is_shown():
     assert "nixl://n:2" in shown and "rate assumed" in shown
     remedy = f"echo advise > /sys/{'x' * 60}"
     narrow = printed(findings_view([Finding("pages", NOTE, "none " * 9, remedy)], []), width=60)
-    assert narrow.count("x") == 60, "a remedy is to be typed"
+    assert f"  {remedy}\n" in narrow, "a remedy is to be typed"
 
 
 def test_what_servers_refuse_is_shown_as_long_as_they_do():

@@ -111,10 +111,7 @@ def test_the_screen():
     assert row.split() == [
         "a",
         "serving",
-        "2/8",
-        "MiB",
-        "2/15",
-        "B",
+        *("25%", "2/8", "MiB", "13%", "2/15", "B"),
         "2",
         "KiB/s",
         "0",

@@ -113,16 +113,17 @@ def _nodes_table(cluster: Mapping[str, Any], *, versions_differ: bool) -> Part:
         columns["labels"] = lambda record: ", ".join(
             f"{k}={v}" for k, v in sorted(record["labels"].items())
         )
-    columns["address"] = lambda record: (
-        ", ".join(transport["url"] for transport in record["transports"]) or "none"
-    )
     for name in tiers:
         columns[f">{name}"] = partial(_of_tier, name, _used)
         if name in secondary:
             columns[f">{name} secondary"] = partial(_of_tier, name, _secondary)
     if versions_differ:
         columns["version"] = lambda record: _version(record, protocols.get(own))
-    return rows_table("", nodes, columns, wraps={"labels", "address"})
+    columns["address"] = lambda record: (
+        ", ".join(transport["url"] for transport in record["transports"]) or "none"
+    )
+    spare = ("incarnation", *(f"{name} secondary" for name in secondary))
+    return rows_table("", nodes, columns, wraps={"labels", "address"}, spare=spare)
 
 
 def _of_tier(name: str, text: Callable[[Mapping[str, Any]], str], record: Mapping[str, Any]) -> str:
@@ -294,7 +295,7 @@ def namespaces_view(rows: Sequence[Mapping[str, Any]]) -> Parts:
         **on_disks,
         ">hits": lambda row: f"{row['hits'] / row['asked']:.0%}" if row["asked"] else "",
     }
-    yield rows_table("", rows, columns, wraps={"fields"})
+    yield rows_table("", rows, columns, wraps={"fields"}, below={"fields"})
     if changed := [row for row in rows if settings_text(row["settings"])]:
         yield Text()
         texts: dict[str, Column] = {"": lambda row: settings_text(row["settings"])}

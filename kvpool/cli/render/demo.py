@@ -8,15 +8,12 @@ from kvpool.cli.render.text import Parts, rows_table
 from kvpool.demo.engine import PREFILL_TOKENS_PER_S
 from kvpool.demo.play import Round
 
-COMPUTED, POOL = 0, 1
-"""Rounds by their position."""
-
 
 def rounds_view(rounds: Sequence[Round]) -> Parts:
     """Yield the table of the rounds, what it says in one sentence, and what to do next."""
     yield ""
     yield rows_table(
-        "Time to first token, and where the KV blocks came from, in tokens",
+        "Where KV blocks came from, in tokens",
         rounds,
         {
             "blocks": "name",
@@ -26,7 +23,7 @@ def rounds_view(rounds: Sequence[Round]) -> Parts:
             ">pool": lambda row: f"{row.from_pool:,}",
         },
     )
-    computed, pool = rounds[COMPUTED], rounds[POOL]
+    computed, pool, *_ = rounds
     yield ""
     yield (
         f"{computed.mean_s / pool.mean_s:.0f} times faster than computing: engine 2 answered with blocks that engine 1 "

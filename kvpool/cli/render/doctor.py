@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from kvpool.cli.render.cluster import links_table
-from kvpool.cli.render.text import Column, Parts, rows_table
+from kvpool.cli.render.text import Column, Command, Parts, rows_table
 
 STYLES = {"ok": "green", "note": "yellow", "bad": "red"}
 
@@ -19,9 +19,12 @@ def findings_view(findings: Sequence[Any], links: Sequence[Mapping[str, Any]]) -
         "what": "topic",
         "": lambda one: Text(one.state, style=STYLES[one.state]),
         "found": "found",
-        "remedy": "remedy",
     }
-    yield rows_table("This machine", findings, columns)
+    yield rows_table("This machine", findings, columns, wraps={"found"})
+    for one in findings:
+        if one.remedy:
+            yield Text(f"\n{one.topic}, remedy:")
+            yield Command(f"  {one.remedy}")
     if links:
         yield Text()
         yield links_table(links)

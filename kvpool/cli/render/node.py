@@ -197,7 +197,7 @@ def _namespaces(namespaces: Mapping[str, NamespaceStats]) -> Part | None:
         ">bytes": lambda row: size_text(nbytes[row[0]]),
     }
     largest = sorted(namespaces.items(), key=lambda row: (-nbytes[row[0]], row[0]))
-    return rows_table("Namespaces", largest, columns)
+    return rows_table("Namespaces", largest, columns, wraps={"fields"}, below={"fields"})
 
 
 def _counters(
@@ -280,10 +280,11 @@ def _peers(peers: Sequence[PeerStats], names: Mapping[str, str]) -> Part | None:
         ">latency": lambda one: f"{one.latency_ms:.1f} ms",
         ">rate": lambda one: f"{size_text(one.bytes_s)}/s",
         "bytes": "bytes",
-        "last error": "last_error",
     }
-    wraps = {"node", "state", "last error"}
-    return rows_table("Peers", asked, columns, wraps=wraps) if asked else None
+    if any(one.last_error for one in asked):
+        columns["last error"] = "last_error"
+    wraps, spare = {"node", "state", "last error"}, ("away", "bytes")
+    return rows_table("Peers", asked, columns, wraps=wraps, spare=spare) if asked else None
 
 
 def _peer_name(peer: PeerStats, names: Mapping[str, str]) -> str:

@@ -39,7 +39,8 @@ def accounts_view(items: Sequence[AccountItem], *, periods: bool = False) -> Par
     for item in items:
         groups.setdefault((item.tenant, item.namespace), []).append(item)
     rows = [_together(some) for _, some in sorted(groups.items())]
-    yield rows_table("", rows, {"tenant": "tenant", "namespace": "namespace"} | _LONG)
+    names = {"tenant": "tenant", "namespace": "namespace"}
+    yield rows_table("", rows, names | _LONG, wraps={"tenant", *_LONG})
     begin, end = min(item.begin_s for item in items), max(item.end_s for item in items)
     since = datetime.fromtimestamp(begin, UTC).isoformat(timespec="seconds")
     yield Text(f"since {since}: {duration(end - begin)}. `--format csv` has all columns")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
+from rich.padding import Padding
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -28,6 +30,7 @@ FIELDS_SHOWN = 3
 FIELD_LENGTH_MAX = 32
 PIPED_WIDTH = 240  # whoever filters lines wants a row to be one of them
 DIGEST_SHOWN = 12
+BELOW_INDENT = 4
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -51,11 +54,17 @@ def make_console(file: IO[str] | None = None, *, quiet: bool = False) -> Console
     return PlainConsole(file=file, highlight=False, width=width, quiet=quiet)
 
 
-def print_parts(parts: Iterable[RenderableType]) -> None:
-    """Print tables and texts, one below the other, on standard output."""
-    console = make_console()
+class Command(Text):
+    """A line to copy: it is not broken, however narrow the terminal is."""
+
+    __slots__ = ()
+
+
+def print_parts(parts: Iterable[RenderableType], console: Console | None = None) -> None:
+    """Print tables and texts, one below the other, on standard output or a console."""
+    console = console or make_console()
     for part in parts:
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, Command))
 
 
 def make_table(title: str, *columns: str) -> Table:
@@ -76,18 +85,66 @@ def make_table(title: str, *columns: str) -> Table:
     return table
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A table that fits the width it is shown in. No text is cut off.
+
+    heads: of the columns; those that begin with > are to the right. wraps: heads of columns that may continue in a next
+    line; None: all. spare: heads of columns that are left out where not all fit, the first one first. below: the
+    head of the column, if any, that is shown below its row where not all fit.
+    """
+
+    title: str
+    heads: Sequence[str]
+    cells: Sequence[Sequence[str | Text]]
+    wraps: Collection[str] | None = None
+    spare: Collection[str] = ()
+    below: Collection[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = [head.removeprefix(">") for head in self.heads]
+        shown = list(range(len(names)))
+        below = None
+        for name in (*self.below, *self.spare):
+            if self._table(shown).__rich_measure__(console, options).maximum <= options.max_width:
+                break
+            shown.remove(at := names.index(name))
+            below = at if name in self.below else below
+        table = self._table(shown)
+        if below is None:
+            yield table
+            return
+        lines = console.render_lines(table, options, pad=False)
+        for row, line in enumerate(lines, len(self.cells) - len(lines)):
+            yield from line
+            yield Segment.line()
+            if row >= 0:
+                yield Padding(self.cells[row][below], (0, 0, 0, BELOW_INDENT))
+
+    def _table(self, shown: Sequence[int]) -> Table:
+        table = make_table(self.title, *(self.heads[at] for at in shown))
+        for column in table.columns:
+            column.no_wrap = self.wraps is not None and column.header not in self.wraps
+            column.overflow = "fold"
+        for row in self.cells:
+            table.add_row(*(row[at] for at in shown))
+        return table
+
+
 def rows_table(
     title: str,
     rows: Iterable[Any],
     columns: Mapping[str, Column] | type[Struct],
     *,
     wraps: Collection[str] | None = None,
-) -> Table:
-    """A table of structs or mappings, without cutting off any text.
+    spare: Collection[str] = (),
+    below: Collection[str] = (),
+) -> Rows:
+    """Return a table of structs or mappings.
 
     columns: by their headings what is in them: the name of a field, or a function of a row; or a struct whose fields
-    declare their columns. Numbers, and functions whose heading begins with >, are to the right. wraps: the columns that
-    may continue in a next line; None: all.
+    declare their columns. Numbers, and functions whose heading begins with >, are to the right. The others are as of
+    `Rows`.
     """
     if isinstance(columns, type):
         columns = columns_of(columns)
@@ -96,13 +153,7 @@ def rows_table(
         f">{head}" if any(isinstance(row[at], Number) for row in cells) else head
         for at, head in enumerate(columns)
     ]
-    table = make_table(title, *heads)
-    for column in table.columns:
-        column.no_wrap = wraps is not None and column.header not in wraps
-        column.overflow = "fold"
-    for row in cells:
-        table.add_row(*row)
-    return table
+    return Rows(title, heads, cells, wraps, spare, below)
 
 
 class Number(str):

@@ -11,9 +11,9 @@ from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Part,
     Parts,
+    Rows,
     count,
     duration,
-    make_table,
     size_text,
     used_text,
 )
@@ -80,29 +80,34 @@ def tiers_view(stats: NodeStats, tenant: str) -> Parts:
 
 
 def _tiers(stats: NodeStats, tenant: str) -> Part:
-    table = make_table(
-        *("Tiers", "tier", "where", "state", ">used", ">blocks", ">read", ">written"),
-        *(">damaged", ">errors"),
-    )
-    table.columns[1].overflow = "fold"
+    heads = [
+        "tier",
+        "where",
+        "state",
+        *[">used", ">blocks", ">read", ">written", ">damaged", ">errors"],
+    ]
+    rows: list[list[str | Text]] = []
     for engine in stats.tenants[tenant].engines.followed:
         # Of an engine's own cache only events are known.
         at_least = "" if engine.complete else "at least "
         blocks = f"{at_least}{engine.blocks:,}"
-        table.add_row("gpu", escape(engine.endpoint), _styled(_engine_state(engine)), "", blocks)
+        state = _styled(_engine_state(engine))
+        rows.append(["gpu", escape(engine.endpoint), state, "", blocks, "", "", "", ""])
     for tier, place in places(stats, tenant):
-        table.add_row(
+        size = getattr(place, "segment_bytes", 0) or place.size_bytes
+        row: list[str | Text] = [
             tier,
             escape(place.path),
             _styled(place.state),
-            used_text(place.used_bytes, getattr(place, "segment_bytes", 0) or place.size_bytes),
+            used_text(place.used_bytes, size),
             f"{place.blocks:,}",
             size_text(place.read_bytes),
             size_text(place.written_bytes),
             _trouble(place.mismatches),
             _trouble(place.read_errors + place.write_errors),
-        )
-    return table
+        ]
+        rows.append(row)
+    return Rows("Tiers", heads, rows, wraps={"where"}, below={"where"})
 
 
 def _styled(state: str) -> Text:
@@ -115,17 +120,18 @@ def _trouble(number: int) -> Text:
 
 def _usage(usage: Usage, tenant: str) -> Part:
     """What the tenant has of each tier, and its namespaces of that; quotas where there are some."""
-    table = make_table("Used", "by", "tier", "where", ">used", ">at most")
+    rows: list[list[str]] = []
     for tier, places in (("dram", usage.dram), ("ssd", usage.ssd)):
         for place in places:
             where = escape(place.where)
             used, most = size_text(place.used_bytes), size_text(place.part_bytes)
-            table.add_row(f"tenant {tenant}", tier, where, used, most)
+            rows.append([f"tenant {tenant}", tier, where, used, most])
             for digest, space in sorted(place.namespaces.items()):
                 quota = size_text(space.quota_bytes) if space.quota_bytes else ""
                 name = f"  namespace {digest[:DIGEST_SHOWN]}"
-                table.add_row(name, tier, where, size_text(space.held_bytes), quota)
-    return table
+                rows.append([name, tier, where, size_text(space.held_bytes), quota])
+    heads = ["by", "tier", "where", ">used", ">at most"]
+    return Rows("Used", heads, rows, wraps={"where"}, below={"where"})
 
 
 def _warning(text: str) -> Text:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.measure import Measurement
 from rich.text import Text
 
 from kvpool.cli.asking import nodes_of
@@ -26,6 +25,7 @@ from kvpool.cli.render.jobs import jobs_table
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Column,
+    Rows,
     cluster_title,
     make_console,
     rows_table,
@@ -40,10 +40,6 @@ from kvpool.telemetry.rates import Fill, Rates, count, fills, rates
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobState, JobView
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
 NODES_MAX = 256  # that are looked at, in the order of their names
 ASKING_MAX = 8  # nodes at a time
 FIRST_LOOK_S = 5.0  # for all nodes' first answers
@@ -52,7 +48,7 @@ Answer = Future[tuple[Any, Any, float]]
 INTERRUPT = 3  # Ctrl-C, where no terminal makes a signal of it
 QUIT = frozenset((*b"qQ", INTERRUPT))
 NAMESPACES_SHOWN = 10  # those of which most blocks are asked for
-WIDE = 1000  # columns, as many as any table takes
+RATES = ("put/s", "read/s", "pulled/s", "hits")
 
 
 class Asked(NamedTuple):
@@ -194,40 +190,24 @@ def plain(watch: Watch) -> dict[str, Any]:
     return {"cluster": watch.cluster["cluster"], "nodes": rows}
 
 
-class _Fitting:
-    """A table, or where it is too wide another one that says less."""
-
-    def __init__(self, table: Table, narrow: Table) -> None:
-        self._table = table
-        self._narrow = narrow
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unlimited = options.update(width=WIDE)
-        wide = Measurement.get(console, unlimited, self._table).maximum > options.max_width
-        yield self._narrow if wide else self._table
-
-
-def _table(watch: Watch, tiers: Sequence[str], *, narrow: bool = False) -> Table:
-    """A row for each node. narrow: tiers in percent, no leases and clients."""
-    show = _percent if narrow else _used
+def _table(watch: Watch, tiers: Sequence[str]) -> Rows:
+    """A row for each node. On narrow screens tiers are in percent only, and leases and clients are left out."""
     columns: dict[str, Column] = {"node": lambda row: row[0], "state": lambda row: _state(row[1])}
-    columns |= {f">{tier}": partial(_fill, tier, show) for tier in tiers}
+    for tier in tiers:
+        columns[f">{tier}"] = partial(_fill, tier, _percent)
+        columns[f">{tier} used"] = partial(_fill, tier, _used)
     columns |= {
         ">put/s": lambda row: _rate(row[1].rates.put_bytes_s),
         ">read/s": lambda row: _rate(row[1].rates.read_bytes_s),
         ">pulled/s": lambda row: _rate(row[1].rates.pulled_bytes_s),
         ">hits": lambda row: "" if (hits := row[1].rates.hit_rate) is None else f"{hits:.0%}",
+        ">leases": lambda row: f"{row[1].stats.leases:,}" if row[1].stats else "",
+        ">clients": lambda row: f"{row[1].stats.clients:,}" if row[1].stats else "",
     }
-    if not narrow:
-        columns[">leases"] = lambda row: f"{row[1].stats.leases:,}" if row[1].stats else ""
-        columns[">clients"] = lambda row: f"{row[1].stats.clients:,}" if row[1].stats else ""
     if any(seen.error for seen in watch.seen.values()):
         columns[""] = lambda row: Text(row[1].error, style="yellow")
-    wraps = {"node", "put/s", "read/s", "pulled/s", "hits", "leases", "clients", ""}
-    table = rows_table("", watch.seen.items(), columns, wraps=wraps)
-    if len(tiers) > 1:
-        table.padding = (0, 1, 0, 0)  # for 80 columns
-    return table
+    spare = ("leases", "clients", *(f"{tier} used" for tier in tiers))
+    return rows_table("", watch.seen.items(), columns, wraps={"node", "", *RATES}, spare=spare)
 
 
 def _state(seen: Seen) -> Text:
@@ -254,7 +234,7 @@ def _rate(bytes_s: float | None) -> str:
     return "" if bytes_s is None else f"{size_text(bytes_s)}/s"
 
 
-def _namespaces_table(found: ByNamespace) -> Table:
+def _namespaces_table(found: ByNamespace) -> Rows:
     """A row for each namespace of which blocks are asked for."""
     columns: dict[str, Column] = {"namespace": lambda row: row[0][1][:DIGEST_SHOWN]}
     if len({tenant for tenant, _ in found}) > 1:
@@ -283,8 +263,7 @@ def view(watch: Watch, *, hint: str = "") -> RenderableType:
     jobs = [job for seen in known for job in _running(seen)]
     running = f"{counted(len(jobs), 'job')} running"
     title = cluster_title(watch.cluster["cluster"], counted(len(watch.seen), "node"), running)
-    table = _Fitting(_table(watch, tiers), _table(watch, tiers, narrow=True))
-    parts: list[RenderableType] = [title, Text(), table]
+    parts: list[RenderableType] = [title, Text(), _table(watch, tiers)]
     if namespaces := _on_all(known):
         parts += [Text(), _namespaces_table(namespaces)]
     if jobs:

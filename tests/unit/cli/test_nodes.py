@@ -1,5 +1,7 @@
 """What is shown of a cluster: its nodes, namespaces and replicas."""
 
+import json
+
 import pytest
 
 from kvpool.cli.asking import namespace_rows
@@ -33,13 +35,30 @@ def test_the_nodes_of_a_cluster_on_a_narrow_terminal():
     assert text.startswith("cluster prod, seen by node host-1: 2 nodes, version 1.2.3\n")
     words = line_with(text, "* host-1").split()
     assert words[:4] == ["*", "host-1", "serving", "a" * 8]
-    assert "tcp://10.0.0.1:7070" in words
-    assert words[-2:] == ["1.5/64", "GiB"]
+    assert words[-3:] == ["1.5/64", "GiB", "tcp://10.0.0.1:7070"]
     assert line_with(text, "  host-2").split()[:3] == ["host-2", "serving", "b" * 8]
     assert "rack=7, zone=a" in text
     assert "lag 0.2 s, 12 queued" in text
     assert text.count("host-2") == 1
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_is_seldom_wanted_makes_room_for_addresses() -> None:
+    text = printed(nodes_view(CLUSTER), width=70)
+    assert "incarnation" not in text
+    assert line_with(text, "* host-1").endswith("1.5/64 GiB  tcp://10.0.0.1:7070")
+
+
+def test_facts_of_a_namespace_stand_below_it_where_the_terminal_is_narrow() -> None:
+    fields = json.dumps({"model": "meta-llama/Llama-3.1-70B", "tp_size": 8})
+    long = ENTRY | {"fields": fields}
+    known = CLUSTER | {"namespaces": [long | {"digest": "d" * 32}, long | {"digest": "e" * 32}]}
+    rows = namespace_rows(known, node_stats(**STATS), "red")
+    lines = printed(namespaces_view(rows), width=70).splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("d" * 12))
+    assert lines[at + 1].rstrip() == "    model=meta-llama/Llama-3.1-70B, tp_size=8"
+    assert lines[at + 2].startswith("e" * 12)
+    assert "fields" not in lines[0]
 
 
 def test_copies_of_what_others_keep_are_part_of_what_is_used() -> None:
@@ -84,9 +103,9 @@ def test_versions_are_shown_where_they_differ():
     ]
     text = printed(nodes_view(CLUSTER | {"nodes": nodes}), width=120)
     assert "version 1.2.3" not in text.splitlines()[0]
-    assert line_with(text, "* host-1").rstrip().endswith("1.2.3")
-    assert line_with(text, "host-2").rstrip().endswith("1.2.4")
-    assert line_with(text, "host-3").rstrip().endswith("2.0.0, protocol 3")
+    assert " 1.2.3 " in line_with(text, "* host-1")
+    assert " 1.2.4 " in line_with(text, "host-2")
+    assert " 2.0.0, protocol 3 " in line_with(text, "host-3")
 
 
 def test_nodes_that_are_drained():
