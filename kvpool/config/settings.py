@@ -74,9 +74,9 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         setting(
             "DRAM of the default tenant: bytes (`8GiB`), or a share of the memory that is free at the start. "
             "Allocated at the start.",
-            default="25%",
+            default="10%",
         ),
-    ] = 0.25
+    ] = 0.1
     memory_wait_s: Annotated[
         SecondsOrNever,
         setting(

@@ -37,10 +37,10 @@ def from_file(tmp_path, text: str, **flags) -> DaemonConfig:
 def test_no_configuration_at_all():
     config = load(environ={})
     assert config.socket == default_socket_path({})
-    assert config.memory == 0.25
+    assert config.memory == 0.1
     assert config.listen == config.peers == ()
     assert config.node
-    assert config.all_tenants() == (TenantConfig("default", 0.25, announce=True),)
+    assert config.all_tenants() == (TenantConfig("default", 0.1, announce=True),)
 
 
 @pytest.mark.parametrize(
