@@ -237,7 +237,7 @@ def test_what_is_removed_or_evicted_is_gone(lifted):
 
 
 def test_a_reset_ends_what_is_on_the_device(lifted):
-    lifted.client.reset(lifted.ns)
+    lifted.client.namespaces.reset(lifted.ns)
     assert lifted.read(range(32), PATIENCE_S) == set()
     until(lambda: lifted.device.used_bytes == 0)
     lift(lifted, range(8))
