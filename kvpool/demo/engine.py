@@ -15,7 +15,7 @@ from aiohttp import web
 
 from kvpool.client import Client
 from kvpool.decoding import JsonDecoder
-from kvpool.errors import InternalError
+from kvpool.errors import InternalError, KvpoolError
 from kvpool.router.hashing import HashSpec, chain, none_hash
 from kvpool.types import KEY_BYTES, EngineRecord, NamespaceRecord
 
@@ -98,8 +98,11 @@ class SimulatedEngine:
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = _decode_completion(await request.read())
-        async with self._computing:
-            answer = await self._prefill(body.prompt)
+        try:
+            async with self._computing:
+                answer = await self._prefill(body.prompt)
+        except KvpoolError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=503)
         said = {
             "object": "text_completion",
             "model": MODEL,

@@ -26,7 +26,6 @@ MEMORY = "512MiB"
 START_S = 60.0
 END_S = 10.0
 ANSWER_S = 60.0
-LOOK_S = 0.05
 VOCABULARY = 32_000
 SEED = 7
 
@@ -41,11 +40,6 @@ class Round(msgspec.Struct, frozen=True):
     computed: int
     from_own_cache: int
     from_pool: int
-
-    @property
-    def mean_s(self) -> float:
-        """The mean time to the first token, in seconds."""
-        return sum(self.first_token_s) / len(self.first_token_s)
 
 
 class _Choice(msgspec.Struct):
@@ -97,10 +91,6 @@ def _tokens(random: Random, count: int) -> list[int]:
     return [random.randrange(VOCABULARY) for _ in range(count)]
 
 
-def _last_line(log: Path) -> str:
-    return log.read_text(errors="replace").strip().rpartition("\n")[2] or "nothing"
-
-
 async def _ask_each(
     http: aiohttp.ClientSession, url: str, name: str, questions: Sequence[Sequence[int]]
 ) -> Round:
@@ -132,7 +122,7 @@ async def _until_routed(http: aiohttp.ClientSession, router: str) -> None:
             found = (await response.json())["engines"]
         if sum(each["state"] == "serving" for each in found) == ENGINES:
             return
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(0.05)
     raise Unavailable(f"the router does not reach the engines: {found}")
 
 
@@ -140,7 +130,7 @@ async def _until_routed(http: aiohttp.ClientSession, router: str) -> None:
 async def _process(log: Path, *command: str) -> AsyncIterator[str]:
     """Run a command of kvpool. Yields the line that says that it is ready; ends the process afterwards.
 
-    log: the file of its standard error. Raises `Unavailable` with the last line of that, if it does not get ready.
+    log: the file of its standard error. Raises `Unavailable` with what that says, if it does not get ready.
     """
     mine = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
     with log.open("wb") as errors:
@@ -149,13 +139,15 @@ async def _process(log: Path, *command: str) -> AsyncIterator[str]:
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             env=mine,
+            start_new_session=True,  # Ctrl-C ends this process, which ends the command
         )
     assert process.stdout is not None
     try:
         async with asyncio.timeout(START_S):
             line = await process.stdout.readline()
         if not line:
-            raise Unavailable(f"kvpool {command[0]} does not start, and says: {_last_line(log)}")
+            said = await asyncio.to_thread(log.read_text, errors="replace")
+            raise Unavailable(f"kvpool {command[0]} does not start, and says: {said.strip()}")
         yield line.decode()
     except TimeoutError:
         raise Unavailable(f"kvpool {command[0]} is not ready after {START_S:.0f} s") from None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import until
+
 DEMO = (sys.executable, "-m", "kvpool.cli", "demo")
 DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS = 3, 2048, 33
 ALL = DOCUMENTS * (DOCUMENT_TOKENS + QUESTION_TOKENS)
@@ -70,5 +72,9 @@ def test_an_interrupted_demo_leaves_nothing(environ, folder, number):
     assert status == 128 + number, rest
     assert "Traceback" not in rest
     assert list(folder.iterdir()) == []
-    left = subprocess.run(["pgrep", "-f", str(folder)], check=False, capture_output=True, text=True)
-    assert left.stdout == ""
+    until(lambda: not processes_of(folder), "its workers end with it")
+
+
+def processes_of(folder: Path) -> str:
+    command = ["pgrep", "-f", str(folder)]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 
 from kvpool.cli.render.text import Parts, rows_table
 from kvpool.demo.engine import PREFILL_TOKENS_PER_S
@@ -17,16 +18,16 @@ def rounds_view(rounds: Sequence[Round]) -> Parts:
         rounds,
         {
             "blocks": "name",
-            ">first token": lambda row: f"{row.mean_s * 1000:,.0f} ms",
+            ">first token": lambda row: f"{mean(row.first_token_s) * 1000:,.0f} ms",
             ">computed": lambda row: f"{row.computed:,}",
             ">own cache": lambda row: f"{row.from_own_cache:,}",
             ">pool": lambda row: f"{row.from_pool:,}",
         },
     )
-    computed, pool, *_ = rounds
+    computed, pool, *_ = (mean(row.first_token_s) for row in rounds)
     yield ""
     yield (
-        f"{computed.mean_s / pool.mean_s:.0f} times faster than computing: engine 2 answered with blocks that engine 1 "
+        f"{computed / pool:.0f} times faster than computing: engine 2 answered with blocks that engine 1 "
         "had computed, read through shared memory and compared byte by byte."
     )
     yield (
