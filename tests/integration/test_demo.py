@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,13 @@ def test_its_last_lines_say_what_was_gained_and_what_was_simulated(environ):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing(environ, folder, number):
     with subprocess.Popen(
-        DEMO, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+        DEMO,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+        # Whoever runs the tests in the background has them ignore it.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  (C code)
     ) as demo:
         assert demo.stderr is not None
         for line in demo.stderr:
