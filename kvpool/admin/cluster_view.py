@@ -92,10 +92,11 @@ class Fresh(Generic[T]):
             if task is not None and self._began >= moment and not _failed(task):
                 return await asyncio.shield(task)
             if task is None or task.done():
-                task = self._task = asyncio.get_running_loop().create_task(self._find())
+                self._task = asyncio.get_running_loop().create_task(self._find())
+                self._task.add_done_callback(_failed)  # known, also when nobody waits any more
                 self._began = max(self._clock(), moment)
-                return await asyncio.shield(task)
-            await asyncio.wait((task,))
+            else:
+                await asyncio.wait((task,))
 
     def forget(self) -> None:
         """Something has been changed."""
@@ -115,6 +116,7 @@ def check(stats: NodeStats) -> None:
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:
+    """Return whether a task has failed. asyncio takes its exception as known then."""
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 

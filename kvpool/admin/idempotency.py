@@ -69,6 +69,7 @@ class Remembered:
                 raise LimitExceeded("too many changes are in progress")
             # A client's disconnect cancels no change.
             task = asyncio.get_running_loop().create_task(self._make(name, make))
+            task.add_done_callback(lambda made: made.cancelled() or made.exception())
             entry = self._entries[name] = _Entry(digest, self._clock(), task)
         elif entry.body != digest:
             raise Refused(

@@ -26,8 +26,6 @@ MEMORY = "512MiB"
 START_S = 60.0
 END_S = 10.0
 ANSWER_S = 60.0
-VOCABULARY = 32_000
-SEED = 7
 
 Say = Callable[[str], None]
 
@@ -72,7 +70,7 @@ async def play(say: Say) -> list[Round]:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ANSWER_S))
         )
         await _until_routed(http, router)
-        random = Random(SEED)
+        random = Random(7)
         documents = [_tokens(random, DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
         rounds = []
         for url, name, why in (
@@ -88,7 +86,7 @@ async def play(say: Say) -> list[Round]:
 
 
 def _tokens(random: Random, count: int) -> list[int]:
-    return [random.randrange(VOCABULARY) for _ in range(count)]
+    return [random.randrange(32_000) for _ in range(count)]
 
 
 async def _ask_each(
