@@ -193,3 +193,32 @@ def test_systemd_is_told_when_the_router_listens(folder, clean_environ):
 def test_the_comparison_sees_what_is_forbidden():
     assert {"memfd_create", "sched_setaffinity", "mlock", "pidfd_open"} <= allowed("kvpool.service")
     assert not {"mount", "setuid", "bpf", "reboot", "chown"} & allowed("kvpool.service")
+
+
+def test_the_configuration_of_one_node_starts_as_it_is(folder, clean_environ):
+    """But for its size, its port and its folder, which root makes."""
+    text = (UNITS / "kvpool.toml").read_text()
+    place = f"127.0.0.1:{free_port()}"
+    for written, here in (
+        ("8GiB", "64MiB"),
+        ("127.0.0.1:7071", place),
+        ("/var/lib/kvpool", str(folder)),
+    ):
+        assert written in text
+        text = text.replace(written, here)
+    file = folder / "kvpool.toml"
+    file.write_text(text)
+    with subprocess.Popen(
+        [*KVPOOL, "serve", "--config", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environ(folder) | {"KVPOOL_SOCKET": str(folder / "kvpool.sock")},
+    ) as daemon:
+        assert daemon.stdout is not None and daemon.stderr is not None
+        ready, gateway = daemon.stdout.readline(), daemon.stdout.readline()
+        daemon.send_signal(signal.SIGTERM)
+        status = daemon.wait(PATIENCE_S)
+        said = daemon.stderr.read()
+    assert " ready: " in ready and f"http://{place}" in gateway, said
+    assert (status, said) == (0, "")

@@ -673,7 +673,8 @@ def test_units_are_shut_in(path: Path) -> None:
 
 
 def test_the_example_files_are_taken(tmp_path: Path) -> None:
-    text = (DEPLOY / "systemd" / "kvpool.toml").read_text()
+    names = ("kvpool.toml", "cluster.toml")
+    text = "".join((DEPLOY / "systemd" / name).read_text() for name in names)
     for path in re.findall(r'"(/etc/kvpool/[^"]+)"', text):
         stand_in = tmp_path / Path(path).name
         stand_in.touch(mode=0o600)
