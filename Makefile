@@ -44,7 +44,7 @@ bench: venv vllm-venv ## the quick form of the main benches, into .bench/
 	@scripts/bench
 
 docs: venv ## the documents as a site, into site/: links checked, nothing from the internet
-	@.venv/bin/mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 venv: ## .venv: kvpool and its development tools
 	@scripts/venv

@@ -1,14 +1,19 @@
 """`make docs`: every document is a page, the build is strict, and no page needs the internet."""
 
+import os
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
+from playwright.sync_api import Browser
+
+from tests.support.servers.chromium import chromium
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 DOCS = REPO_ROOT / "docs"
@@ -21,6 +26,7 @@ def build(into: Path, root: Path = REPO_ROOT) -> "subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
 
 
@@ -121,6 +127,30 @@ def test_nothing_is_loaded_from_elsewhere(site) -> None:
             assert not re.match(r"([a-z]+:)?//", url), (page, url)
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?([a-z]+:)?//|@import", sheet.read_text()), sheet
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+def test_the_search_finds_something_in_pages_that_are_opened_as_files(site, browser) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        for name in ("index.html", "decisions/index.html"):
+            page.goto((site / name).as_uri())
+            page.click("[data-md-component=search-query]")
+            page.keyboard.type("hard pins")
+            page.wait_for_selector(".md-search-result__item a[href*='tiers.html']")
+
+
+def test_no_page_is_wider_than_a_phone(site, browser) -> None:
+    with browser.new_context(viewport={"width": 320, "height": 800}) as context:
+        page = context.new_page()
+        for path in sorted(site.glob("*.html")):
+            page.goto(path.as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") == 320, path.name
 
 
 def test_links_and_anchors_lead_somewhere(site) -> None:
