@@ -275,7 +275,8 @@ def test_top_once(pair, numbers, kvpool):
     assert (done.status, done.err) == (0, "")
     lines = done.out.splitlines()
     assert lines[0].endswith("2 nodes, 0 jobs running")
-    assert lines[2].split()[:5] == ["node", "state", "dram", "put/s", "read/s"]
+    heads = ["node", "state", "dram", "dram", "used", "put/s", "read/s"]
+    assert lines[2].split()[:7] == heads
     for name in "ab":
         (row,) = [line for line in lines if line.startswith(f"{name} ")]
         assert row.split()[1] == "serving" and "/16 MiB" in row and "0 B/s" in row
