@@ -8,8 +8,9 @@ import io
 import json
 import random
 from collections import Counter
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from unittest.mock import Mock
 
 import msgspec
@@ -18,11 +19,16 @@ import pytest
 from kvpool.daemon.core.blocks import Lease, Origin, PartTable
 from kvpool.daemon.core.events import PartRefused, Put, Read, Refused, Stage
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.features import accounts
-from kvpool.daemon.features.accounts import ROWS_MAX, Accounts, of_kept
+from kvpool.daemon.features.accounts import Accounts, of_kept
 from kvpool.daemon.features.traffic import TrafficCounts
-from kvpool.daemon.ops import receipts
-from kvpool.daemon.ops.receipts import FILE, AccountPeriods, ReceiptsFile
+from kvpool.daemon.ops.receipts import (
+    BISECTED_BYTES,
+    FILE,
+    QUERIES_WAITING_MAX,
+    ROWS_OF_TOTAL_MAX,
+    AccountPeriods,
+    ReceiptsFile,
+)
 from kvpool.errors import LimitExceeded, PoolFull
 from kvpool.storage.eviction import DEFAULT_POLICY, policy_maker
 from kvpool.storage.stack import dram_costs
@@ -40,20 +46,26 @@ class Life:
     """A daemon's rules with its accounts, from a start to an end."""
 
     def __init__(
-        self, number: int, now: float, folder: Path | None, nbytes: int = 64 << 20
+        self,
+        number: int,
+        now: float,
+        folder: Path | None,
+        nbytes: int = 64 << 20,
+        *,
+        kind: type[Accounts] = Accounts,
+        file_kind: type[ReceiptsFile] = ReceiptsFile,
     ) -> None:
         self.now = now
+        self.began_s = 1.7e9
         self.node = Node(
             make_policy=policy_maker(DEFAULT_POLICY, dram_costs(disks=False)),
             incarnation=f"life-{number}",
         )
         self.traffic = TrafficCounts()
-        self.accounts = Accounts(
-            *("a", self.node, self.traffic, lambda: self.now, lambda: self.now + 1.7e9)
-        )
+        self.accounts = kind("a", self.node, self.traffic, lambda: self.now, self.wall)
         self.node.events.subscribe("accounts", self.accounts.handlers)
-        file = None if folder is None else ReceiptsFile(folder, nbytes)
-        self.keeper = AccountPeriods(self.accounts, file, lambda: self.now + 1.7e9)
+        file = None if folder is None else file_kind(folder, nbytes)
+        self.keeper = AccountPeriods(self.accounts, file, self.wall)
         self.holders = {}
         self.spaces = {}
         self.tickets = 0
@@ -69,6 +81,16 @@ class Life:
                 )
                 self.spaces[tenant, model] = space
         self.node.quotas.set(self.spaces["red", "small"], 32 * NBYTES)
+
+    def wall(self) -> float:
+        return self.began_s + self.now
+
+    def open(self, tenant: str, model: str) -> Any:
+        """A further namespace."""
+        record = NamespaceRecord({"model": model}, (PartSpec(NBYTES),))
+        return self.node.namespaces.open(
+            self.node.tenants[tenant], record.digest(), record.canonical(), list(record.parts)
+        )
 
     def put(self, space: Any, keys: list[bytes], request: str = "") -> int:
         """As a client's put; how many are new."""
@@ -343,15 +365,13 @@ def pages(keeper: AccountPeriods, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_clock_that_is_set_back_hides_nothing(
-    tmp_path: Path, restart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_is_set_back_hides_nothing(tmp_path: Path, restart: bool) -> None:
     life = Life(0, 0.0, tmp_path)
     minutes(life, 150)
     if restart:
         life = Life(1, -86_400.0, tmp_path)
     else:
-        monkeypatch.setattr(life.accounts, "_wall", lambda: life.now + 1.7e9 - 86_400)
+        life.began_s -= 86_400
     for told in range(160, 290, 10):
         minutes(life, 10)
         assert written(rows(life.keeper)) == told
@@ -379,15 +399,11 @@ def test_a_tenant_has_a_bounded_part_of_a_period_and_sums_stay(tmp_path: Path) -
     life = Life(0, 0.0, tmp_path)
     life.written(life.spaces["blue", "small"].tables[0], 1)
     for number in range(300):
-        record = NamespaceRecord({"model": "x" * 5000 + str(number)}, (PartSpec(NBYTES),))
-        space = life.node.namespaces.open(
-            life.node.tenants["red"], record.digest(), record.canonical(), list(record.parts)
-        )
-        life.written(space.tables[0], 1)
+        life.written(life.open("red", "x" * 5000 + str(number)).tables[0], 1)
     life.now += 5.0
     wanted = operator_wire.ListAccounts(0.0, 1e12, 0, 1000, ["red"])
     before = rows(life.keeper, wanted)
-    assert len(before.rows) == ROWS_MAX + 1
+    assert len(before.rows) == Accounts.ROWS_MAX + 1
     life.end_period()
     assert [named(each) for each in rows(life.keeper, wanted).rows] == [
         named(each) for each in before.rows
@@ -402,20 +418,25 @@ def test_a_tenant_has_a_bounded_part_of_a_period_and_sums_stay(tmp_path: Path) -
     assert sum(map(written, pages(again.keeper, 7))) == 301
 
 
-def test_all_periods_together_have_a_bounded_number_of_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(receipts, "ROWS_OF_TOTAL_MAX", 1)
+def test_all_periods_together_have_a_bounded_number_of_rows() -> None:
     life = Life(0, 0.0, None)
-    minutes(life, 3)
+    spaces = []
+    for number in range(ROWS_OF_TOTAL_MAX):
+        spaces.append(life.open("red", f"m{number}"))
+        life.written(spaces[-1].tables[0], 1)
+        if (number + 1) % Accounts.ROWS_MAX == 0:
+            life.now += PERIOD_S
+            life.end_period()
     life.written(life.spaces["red", "small"].tables[0], 7)
     life.written(life.spaces["blue", "small"].tables[0], 1)
     life.now += 1.0
     found = {(each.tenant, each.namespace): each for each in rows(life.keeper).rows}
-    large, small = (life.spaces[name] for name in (("red", "large"), ("blue", "small")))
-    assert set(found) == {("red", large.base_hex), ("red", ""), ("blue", small.base_hex)}
+    small = life.spaces["blue", "small"]
+    own = {("red", space.base_hex) for space in spaces}
+    assert set(found) == own | {("red", ""), ("blue", small.base_hex)}
+    assert {found[name].written.blocks for name in own} == {1}
     assert found["red", ""].written.blocks == 7
-    assert [found["red", name].open for name in (large.base_hex, "")] == [False, True]
+    assert [found["red", name].open for name in (spaces[0].base_hex, "")] == [False, True]
 
 
 def test_a_full_disk_costs_the_oldest_periods_and_no_bound(
@@ -425,22 +446,18 @@ def test_a_full_disk_costs_the_oldest_periods_and_no_bound(
     with monkeypatch.context() as patch:
         patch.setattr("os.write", Mock(side_effect=OSError(28, "full")))
         minutes(life, 100)
-        assert len(life.keeper._unwritten) < 20
-        assert life.keeper._unwritten_bytes == sum(map(len, life.keeper._unwritten)) <= 2000
     minutes(life, 1)
     numbers = numbers_in(tmp_path)
     assert numbers == list(range(numbers[0], 102))
-    assert all(each.stat().st_size <= 2000 for each in tmp_path.iterdir())
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= 2000, "all that waited"
     assert f"the file lacks {numbers[0] - 1} periods" in caplog.text
 
 
 def test_files_that_are_rotated_while_somebody_reads_are_read(tmp_path: Path) -> None:
     life = Life(0, 0.0, tmp_path, 40_000)
     minutes(life, 100)
-    file = life.keeper._file
-    assert file is not None
-    opened, failed = file.open()
-    lines = receipts._lines_of(opened, failed)
+    opened, _ = ReceiptsFile(tmp_path, 40_000).open()
+    lines = chain.from_iterable(opened)
     seen = [next(lines)]
     begun = (tmp_path / FILE).stat().st_ino
     while (tmp_path / FILE).stat().st_ino == begun:
@@ -453,38 +470,56 @@ def test_files_that_are_rotated_while_somebody_reads_are_read(tmp_path: Path) ->
         each.close()
 
 
-def test_a_page_begins_near_its_first_period(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receipts, "BISECTED_BYTES", 2000)
-    life = Life(0, 0.0, tmp_path, 200_000)
-    minutes(life, 250)
-    first = life.keeper._sequence - 250
-    file = life.keeper._file
-    assert file is not None
+def test_a_page_begins_near_its_first_period(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Opened(io.BufferedReader):
+        def __next__(self) -> bytes:
+            line = super().__next__()
+            seen.append(json.loads(line)["number"])
+            return line
+
+    class Watched(ReceiptsFile):
+        def open(self) -> tuple[list[BinaryIO], list[OSError]]:
+            opened, failed = super().open()
+            for each in opened:
+                each.close()
+            return [Opened(io.FileIO(each.name)) for each in opened], failed
+
+    life = Life(0, 0.0, tmp_path, 4 << 20)
+    spaces = [life.open("red", str(number).ljust(MODEL_MAX, "x")) for number in range(20)]
+    for _ in range(250):
+        for space in spaces:
+            life.written(space.tables[0], 1)
+        life.now += PERIOD_S
+        life.end_period()
+    files = list(tmp_path.iterdir())
+    line_bytes = sum(each.stat().st_size for each in files) // 250
+    assert len(files) == 2
+    assert 4 < BISECTED_BYTES // line_bytes < 20
+    again = Life(1, life.now, tmp_path, 4 << 20, file_kind=Watched)
+    first = rows(again.keeper, operator_wire.ListAccounts(0.0, 1e12, 0, 1))
+    begin = first.next_sequence
+    assert seen[0] == 1
     for number in (0, 1, 2, 100, 177, 248, 249):
-        opened, _ = file.open()
-        needed = receipts._needed(opened, first + number)
-        seen = [json.loads(line)["sequence"] for line in receipts._lines_of(needed, [])]
-        for each in opened:
-            each.close()
-        assert first + number - 12 < seen[0] <= first + number
-        assert seen == list(range(seen[0], first + 250))
-        page = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, first + number, 1))
+        seen.clear()
+        wanted = operator_wire.ListAccounts(0.0, 1e12, begin + number, 10_000)
+        page = rows(again.keeper, wanted)
+        assert number + 1 - (BISECTED_BYTES // line_bytes + 2) < seen[0] <= number + 1
+        assert seen == list(range(seen[0], 251))
         assert page.rows[0].number == number + 1
 
 
-def test_questions_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receipts, "QUERIES_WAITING_MAX", 2)
+def test_questions_that_wait_are_bounded(tmp_path: Path) -> None:
     life = Life(0, 0.0, tmp_path)
     minutes(life, 3)
 
     async def ask() -> list[Any]:
-        asked = (life.keeper.accounts(EVER) for _ in range(3))
+        asked = (life.keeper.accounts(EVER) for _ in range(QUERIES_WAITING_MAX + 1))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     *told, refused = asyncio.run(ask())
-    assert [written(each) for each in told] == [3, 3]
+    assert [written(each) for each in told] == [3] * QUERIES_WAITING_MAX
     assert isinstance(refused, LimitExceeded)
 
 
@@ -520,9 +555,11 @@ def test_labels_follow_the_keys_that_found_a_slot() -> None:
     assert of_kept(requests, []) == [("a", 0), ("b", 0), ("c", 0)]
 
 
-def test_namespaces_beyond_the_limit_have_one_row_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "ROWS_MAX", 1)
-    life = Life(0, 0.0, None)
+def test_namespaces_beyond_the_limit_have_one_row_together() -> None:
+    class OneRow(Accounts):
+        ROWS_MAX = 1
+
+    life = Life(0, 0.0, None, kind=OneRow)
     for model in ("small", "large"):
         life.put(life.spaces["red", model], [key(1)])
     life.now = 5.0
@@ -530,11 +567,11 @@ def test_namespaces_beyond_the_limit_have_one_row_together(monkeypatch: pytest.M
     assert found == {life.spaces["red", "small"].base_hex: 1, "": 1}
 
 
-def test_a_tenant_with_many_requests_gives_up_its_own_receipts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(accounts, "RECEIPTS_MAX", 6)
-    life = Life(0, 0.0, None)
+def test_a_tenant_with_many_requests_gives_up_its_own_receipts() -> None:
+    class SixReceipts(Accounts):
+        RECEIPTS_MAX = 6
+
+    life = Life(0, 0.0, None, kind=SixReceipts)
     life.put(life.spaces["blue", "large"], [key(1)], "kept")
     for number in range(20):
         life.put(life.spaces["red", "large"], [key(number)], f"r{number}")
@@ -601,19 +638,14 @@ def test_rows_of_blocks_that_no_client_put_here_have_their_model() -> None:
         assert row.model == "large"
 
 
-def test_one_tenants_namespaces_take_no_model_from_anothers_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(accounts, "ROWS_MAX", 2)
-    life = Life(0, 0.0, None)
+def test_one_tenants_namespaces_take_no_model_from_anothers_rows() -> None:
+    class TwoRows(Accounts):
+        ROWS_MAX = 2
+
+    life = Life(0, 0.0, None, kind=TwoRows)
     life.put(life.spaces["blue", "small"], [key(1)])
     for number in range(10):
-        record = NamespaceRecord({"model": f"m{number}"}, (PartSpec(NBYTES),))
-        red = life.node.tenants["red"]
-        space = life.node.namespaces.open(
-            red, record.digest(), record.canonical(), list(record.parts)
-        )
-        life.written(space.tables[0], 1)
+        life.written(life.open("red", f"m{number}").tables[0], 1)
     life.accounts.cut()
     life.now = 60.0
     models = {row.tenant: row.model for row in life.accounts.cut().rows if row.namespace}
@@ -633,11 +665,11 @@ def test_scattered_reads_count_what_a_put_of_the_same_counts() -> None:
     assert account.written.blocks == 32
 
 
-def test_arrivals_are_forgotten_with_their_blocks_and_by_tenant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(accounts, "ARRIVALS_MAX", 4)
-    life = Life(0, 0.0, None)
+def test_arrivals_are_forgotten_with_their_blocks_and_by_tenant() -> None:
+    class FourArrivals(Accounts):
+        ARRIVALS_MAX = 4
+
+    life = Life(0, 0.0, None, kind=FourArrivals)
 
     def arrive(tenant: str, keys: list[bytes]) -> None:
         life.tickets += 1
@@ -667,9 +699,11 @@ def test_arrivals_are_forgotten_with_their_blocks_and_by_tenant(
     assert came("blue", [key(3)]) == 0
 
 
-def test_receipts_that_are_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounts, "RECEIPTS_MAX", 4)
-    life = Life(0, 0.0, None)
+def test_receipts_that_are_used_stay() -> None:
+    class FourReceipts(Accounts):
+        RECEIPTS_MAX = 4
+
+    life = Life(0, 0.0, None, kind=FourReceipts)
     for number, request in enumerate(("old", "one", "old", "two")):
         life.put(life.spaces["red", "large"], [key(number)], request)
     assert {each.request for each in life.accounts.receipts(lambda _: True)} == {"old", "two"}

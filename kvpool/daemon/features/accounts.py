@@ -29,9 +29,6 @@ from kvpool.types import PartKind
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 
-ROWS_MAX = 64  # of a tenant, in a period; further namespaces have one together
-RECEIPTS_MAX = 4096  # the last ones; a tenant that has more than its part of them gives up its own
-ARRIVALS_MAX = 1 << 16  # blocks of a tenant, the last ones
 FACTS_MAX = 4096  # namespaces
 
 
@@ -57,6 +54,13 @@ class Accounts:
     _clock: Callable[[], float]
     _wall: Callable[[], float]
 
+    ROWS_MAX = 64
+    """Of a tenant, in a period; further namespaces have one together."""
+    RECEIPTS_MAX = 4096
+    """The last ones; a tenant that has more than its part of them gives up its own."""
+    ARRIVALS_MAX = 1 << 16
+    """Blocks of a tenant, the last ones."""
+
     def __post_init__(self) -> None:
         self._rows: dict[tuple[str, str], Row] = {}
         self._rows_of: dict[str, int] = {}
@@ -79,7 +83,7 @@ class Accounts:
         if event.origin.tier:
             arrivals = self._arrivals[event.table.namespace.tenant.name]
             arrivals.update(dict.fromkeys(event.blocks, event.origin.tier))
-            for block in list(islice(arrivals, max(0, len(arrivals) - ARRIVALS_MAX))):
+            for block in list(islice(arrivals, max(0, len(arrivals) - self.ARRIVALS_MAX))):
                 del arrivals[block]
 
     def _gone(self, event: Gone) -> None:
@@ -272,7 +276,7 @@ class Accounts:
         row = self._rows.get((tenant, base))
         if row is None:
             count = self._rows_of.get(tenant, 0)
-            if count >= ROWS_MAX and base:
+            if count >= self.ROWS_MAX and base:
                 return self._row(tenant, "", b"{}")
             self._rows_of[tenant] = count + 1
             model, _ = _told(fields)
@@ -288,7 +292,7 @@ class Accounts:
             model = self._facts_of(namespace).model
             tenant = namespace.tenant.name
             found = kept[name] = Receipt(request, tenant, namespace.base_hex, model, now, now)
-            most = max(1, RECEIPTS_MAX // max(1, len(self._node.tenants)))
+            most = max(1, self.RECEIPTS_MAX // max(1, len(self._node.tenants)))
             while len(kept) > most:
                 kept.popitem(last=False)
         else:
