@@ -30,9 +30,6 @@ SETTLE_S = 2.0
 """Engines tell of a turn when its answer ends, and save its last blocks shortly after that: what is put in this time is
 the turn's own.
 """
-ENDING_BYTES_MAX = 16 << 20  # of chains that wait for that; what ends beyond is expendable at once
-WORK_BYTES_MAX = 16 << 20
-"""Of a tenant's chains that should be expendable and are not yet: blocks beyond it stay ordinary."""
 _OVERHEAD = 512  # bytes of a chain, or of a session, besides its keys and its name
 
 
@@ -86,6 +83,11 @@ class Sessions:
 
     What becomes expendable is done later and piece by piece, by `work`: a chain may have many thousand blocks.
     """
+
+    ENDING_BYTES_MAX = 16 << 20
+    """Of chains that have ended and wait for their saves; what ends beyond is expendable at once."""
+    WORK_BYTES_MAX = 16 << 20
+    """Of a tenant's chains that should be expendable and are not yet: blocks beyond it stay ordinary."""
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Sessions:
         self._forget(known, session)
         for chain in session.chains.values():
             chain.shared = -1  # its other agents do not count any more
-            if chain.settled or self._ending_bytes + chain.nbytes > ENDING_BYTES_MAX:
+            if chain.settled or self._ending_bytes + chain.nbytes > self.ENDING_BYTES_MAX:
                 self._expend(known, chain, 0)
                 chain.keys = b""
             else:
@@ -229,7 +231,7 @@ class Sessions:
         first = max(first, self._shared_of(known, chain))
         if first * KEY_BYTES < len(chain.keys) and not chain.namespace.retired:
             keys = chain.keys[first * KEY_BYTES :]
-            if known.work_bytes + len(keys) + _OVERHEAD <= WORK_BYTES_MAX:
+            if known.work_bytes + len(keys) + _OVERHEAD <= self.WORK_BYTES_MAX:
                 known.work_bytes += len(keys) + _OVERHEAD
                 self._work.append((known, chain.namespace, keys, chain.tick))
 

@@ -54,7 +54,6 @@ REPLAY_QUESTIONS_MAX = (
     4  # of a reader to which something is being repeated; it has to ask others again
 )
 REPLAY_QUEUED_MAX = 64  # batches on their way to such a reader
-REPLAY_STALLED_S, REPLAY_S = 1.0, 30.0  # how long it may read nothing, and take in all
 END = (-1).to_bytes(8, "big", signed=True)
 _TIERS = ("dram", "ssd")
 
@@ -120,6 +119,9 @@ class _NotRead(Exception):
 
 class Stream:
     """One stream: its blocks and its sockets. Closed by `close`."""
+
+    REPLAY_STALLED_S, REPLAY_S = 1.0, 30.0
+    """How long the reader of a replay may read nothing, and take in all."""
 
     def __init__(
         self,
@@ -226,7 +228,7 @@ class Stream:
         """Repeat batches to a reader, or tell it all that is here. False: it reads too slowly, or is gone."""
         self.replays += 1
         try:
-            async with asyncio.timeout(REPLAY_S):
+            async with asyncio.timeout(self.REPLAY_S):
                 await self._replay(reader, number)
         except (TimeoutError, _NotRead):
             return False
@@ -278,7 +280,7 @@ class Stream:
             try:
                 self.replaying.send_multipart(frames, self._noblock)
             except self._again:
-                if waited >= REPLAY_STALLED_S:
+                if waited >= self.REPLAY_STALLED_S:
                     raise _NotRead from None
             except self._error as error:
                 if error.errno != self._left:

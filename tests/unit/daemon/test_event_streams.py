@@ -13,7 +13,6 @@ import zmq
 
 from kvpool.config.tables import StreamConfig
 from kvpool.daemon.core.blocks import NamespaceState
-from kvpool.daemon.ops import event_publisher
 from kvpool.daemon.ops.event_publisher import (
     END,
     KEPT_BATCHES_MAX,
@@ -133,10 +132,10 @@ def test_block_tokens_that_no_event_can_carry(tokens: object) -> None:
 class Replays:
     """A stream, and readers of its replays."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: type[Stream] = Stream) -> None:
         self.at = f"ipc://{folder}/replay"
         config = StreamConfig("one", "m", f"ipc://{folder}/events", self.at)
-        self.stream = Stream(config, "n", 0o600, 0, lambda: 1.0)
+        self.stream = kind(config, "n", 0o600, 0, lambda: 1.0)
         self._context = zmq.Context()
         self._readers: list[Any] = []
 
@@ -181,10 +180,14 @@ class Replays:
 
 
 @pytest.fixture
-def replays(tmp_path: Path) -> Iterator[Replays]:
-    found = Replays(tmp_path)
+def replays(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Replays]:
+    found = Replays(tmp_path, getattr(request, "param", Stream))
     yield found
     found.close()
+
+
+class ImpatientStream(Stream):
+    REPLAY_STALLED_S = 0.05
 
 
 def test_namespaces_that_end_while_they_are_repeated(replays: Replays) -> None:
@@ -208,19 +211,19 @@ def test_namespaces_that_end_while_they_are_repeated(replays: Replays) -> None:
     assert replays.answer(reader) == {*first, 1_000_000}
 
 
-def test_many_replays_take_what_is_here_once(replays: Replays, monkeypatch: Any) -> None:
+def test_many_replays_take_what_is_here_once(replays: Replays) -> None:
     """And hear of what has changed since."""
+    taken: list[str] = []
+
+    class Counted(PublishedBlocks):
+        def known(self, tier: str) -> Any:
+            taken.append(tier)
+            return super().known(tier)
+
     stream = replays.stream
+    stream.blocks = Counted()
     replays.fill(A, *range(5))
     stream.idle()
-    taken: list[str] = []
-    known = stream.blocks.known
-
-    def count(tier: str) -> Any:
-        taken.append(tier)
-        return known(tier)
-
-    monkeypatch.setattr(stream.blocks, "known", count)
 
     def ask() -> set[int]:
         reader = replays.reader()
@@ -238,11 +241,11 @@ def test_many_replays_take_what_is_here_once(replays: Replays, monkeypatch: Any)
     assert len(taken) == 4
 
 
-def test_a_reader_that_does_not_read_what_is_repeated(replays: Replays, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("replays", [ImpatientStream], indirect=True)
+def test_a_reader_that_does_not_read_what_is_repeated(replays: Replays) -> None:
     """Little waits for it, and it is given up; one that is gone at once."""
-    monkeypatch.setattr(event_publisher, "REPLAY_STALLED_S", 0.05)
-    for _ in range(KEPT_BYTES_MAX >> 16):
-        replays.stream._kept.add(bytes(1 << 16))
+    for _ in range((KEPT_BYTES_MAX >> 16) - 1):
+        replays.stream.publish([{"model": bytes(1 << 16)}])
     reader = replays.reader()
     reader.send_multipart((b"", bytes(8)))
     assert asyncio.run(replays.stream.replay(*replays.question())) is False

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.daemon.features import sessions
-from kvpool.daemon.features.sessions import SETTLE_S
+from kvpool.daemon.features.sessions import SETTLE_S, Sessions
 
 AHEAD = 10.0
 
@@ -81,10 +80,11 @@ def test_a_session_that_ends_later_leaves_all_at_once(told: Told) -> None:
     assert told.expended == 4
 
 
-def test_chains_that_wait_for_their_saves_have_a_limit(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "ENDING_BYTES_MAX", 0)
+def test_chains_that_wait_for_their_saves_have_a_limit(told: Told) -> None:
+    class NoneWait(Sessions):
+        ENDING_BYTES_MAX = 0
+
+    told.pool.sessions = NoneWait(told.pool.node)
     told.pool.put(range(4))
     told.turn("last", range(4), ended=True)
     told.wait(0.0)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.daemon.features import sessions
 from kvpool.daemon.features.sessions import SETTLE_S, Session, Sessions, common_blocks
 from kvpool.errors import PoolFull
 from kvpool.types import KEY_BYTES, split_keys
@@ -164,17 +163,20 @@ def known_of(pool: Pool) -> Any:
     return pool.sessions._known[pool.tenant.name]
 
 
-def test_what_waits_to_be_expendable_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "WORK_BYTES_MAX", 2000)
-    pool = Told(slabs=16)
-    pool.put(range(60))
-    for turn in range(6):
-        keys = pool.keys(range(10 * turn, 10 * turn + 10))
-        pool.sessions.turn(pool.tenant, pool.namespace, "a", "", keys, pool.time)
-    while pool.sessions.work(3):
-        pass
-    known = known_of(pool)
-    assert (len(pool.expendable()), known.work_bytes) == (20, 0)
+def test_what_waits_to_be_expendable_has_a_limit() -> None:
+    class LittleWork(Sessions):
+        WORK_BYTES_MAX = 1344  # just two chains of ten blocks
+
+    pool = Told(slabs=32)
+    pool.sessions = LittleWork(pool.node)
+    for first, told in ((0, 20), (60, 40)):
+        pool.put(range(first, first + 60))
+        for turn in range(6):
+            keys = pool.keys(range(first + 10 * turn, first + 10 * turn + 10))
+            pool.sessions.turn(pool.tenant, pool.namespace, f"of {first}", "", keys, pool.time)
+        while pool.sessions.work(3):
+            pass
+        assert len(pool.expendable()) == told, "what was done has left its room"
 
 
 def test_room_that_must_be_spare_is_not_taken_from_ordinary_blocks() -> None:
