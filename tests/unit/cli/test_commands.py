@@ -7,7 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import create_autospec
 
 import msgspec
@@ -16,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvpool import __version__, cli
-from kvpool.cli import base, serving, verbs
+from kvpool.cli import base, verbs
 from kvpool.client import OperatorClient
 from kvpool.config import SETTINGS, DaemonConfig, DeviceConfig, DiskConfig, settings_of
 from kvpool.daemon.server.server import Started
@@ -106,46 +105,53 @@ def test_secrets_are_no_options():
         assert "--cluster-secret" not in flags
 
 
+@pytest.fixture
+def served(monkeypatch):
+    """The configurations of daemons, which are ready at once and end."""
+    seen = []
+
+    def serve(config, ready, *_):
+        seen.append(config)
+        ready(Started(config, 32 << 20, ["tcp://a:1", "tcp://b:2"], "a" * 16, 1))
+
+    monkeypatch.setattr("kvpool.daemon.server.server.serve", serve)
+    return seen
+
+
 @pytest.mark.parametrize(
     "url", ["redis://user:hush@host", "redis://:hush@host:1/2", "rediss+cluster://u:hush@a:1,b:2"]
 )
-def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
-    monkeypatch.setattr("kvpool.daemon.server.server.serve", lambda *_: None)
+def test_a_password_on_the_command_line_is_refused(served, url):
     result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert isinstance(result.exception, ConfigError)
     assert "KVPOOL_DIRECTORY_PASSWORD" in str(result.exception)
     assert "hush" not in str(result.exception)
+    assert not served
 
 
 @pytest.mark.parametrize(
     "url", ["redis://host:6379/2", "redis://user@host", "redis+sentinel://a:1,b:2/main"]
 )
-def test_other_directories_are_taken_from_the_command_line(monkeypatch, url):
-    seen = []
-    monkeypatch.setattr("kvpool.daemon.server.server.serve", lambda config, *_: seen.append(config))
+def test_other_directories_are_taken_from_the_command_line(served, url):
     result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert result.exit_code == 0, result.output
-    assert [config.directory for config in seen] == [url]
+    assert [config.directory for config in served] == [url]
 
 
-def started(**settings: Any) -> Started:
-    config: Any = SimpleNamespace(
-        **{"node": "n", "socket": "/s", "join": "", "cluster": "prod", "directory": "", "http": ()}
-        | settings
-    )
-    return Started(config, 32 << 20, ["tcp://a:1", "tcp://b:2"], "a" * 16, 1)
+SERVE = ["serve", "--node", "n", "--socket", "/s"]
 
 
-def test_the_first_line_of_a_daemon_ends_with_its_urls(capsys):
-    serving._say_ready(started())
+def test_the_first_line_of_a_daemon_ends_with_its_urls(served):
+    result = CliRunner().invoke(verbs.app, SERVE)
     line = f"kvpool {__version__} ready: node n, 32 MiB of DRAM, socket /s"
-    assert capsys.readouterr().out == f"{line}, peers at tcp://a:1, tcp://b:2\n"
+    assert result.stdout == f"{line}, peers at tcp://a:1, tcp://b:2\n"
 
 
-def test_the_second_line_of_a_daemon_is_its_cluster(capsys):
-    hidden = {"join": "etcd://user@e:1", "directory": "redis://:hush@r"}
-    serving._say_ready(started(**hidden))
-    first, second = capsys.readouterr().out.splitlines()
+def test_the_second_line_of_a_daemon_is_its_cluster(served):
+    joins = ["--cluster", "prod", "--join", "etcd://user@e:1", "--listen", "tcp://a:1"]
+    secrets = {"KVPOOL_DIRECTORY": "redis://:hush@r", "KVPOOL_PLAINTEXT_PASSWORDS": "true"}
+    result = CliRunner().invoke(verbs.app, SERVE + joins, env=secrets)
+    first, second = result.stdout.splitlines()
     assert first.rsplit("peers at ", 1)[1] == "tcp://a:1, tcp://b:2"
     assert second == (
         f"joined cluster prod as incarnation {'a' * 16}, 1 other node to pull from, with a directory"
@@ -428,18 +434,12 @@ def test_serve_with_a_wrong_setting(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_flags_are_settings(monkeypatch, tmp_path):
+def test_flags_are_settings(served, tmp_path):
     """Each flag of `serve` sets the setting of its name, and wins over the file."""
     file = tmp_path / "kvpool.toml"
     file.write_text('forward = true\nreplicas_max = 2\nlabels = { zone = "z" }\nclients_max = 3')
     pem = tmp_path / "pem"
     pem.touch(0o600)
-    seen = {}
-
-    def run(config, *_):
-        seen["config"] = config
-
-    monkeypatch.setattr("kvpool.daemon.server.server.serve", run)
     args = (
         f"serve --config {file} --socket /s --memory 1MiB --policy lru"
         " --listen tcp://a:1 --listen tcp://b:2"
@@ -460,7 +460,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     )
     result = CliRunner().invoke(verbs.app, args.split())
     assert result.exit_code == 0, result.output
-    config = seen["config"]
+    config = served[-1]
     assert (config.socket, config.memory, config.policy) == ("/s", 1 << 20, "lru")
     assert (config.operator_socket, config.plaintext_passwords) == ("/o", True)
     assert (config.announce, config.receipts_bytes) == (False, 9 << 20)
@@ -514,14 +514,14 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     words = ["serve", "--clients-max", "7", "--forward", "--encryption-secret-command", "print it"]
     result = CliRunner().invoke(verbs.app, words)
     assert result.exit_code == 0, result.output
-    assert (seen["config"].clients_max, seen["config"].forward) == (7, True)
-    assert seen["config"].encryption_secret_command == "print it"
-    assert seen["config"].listen == ()
+    assert (served[-1].clients_max, served[-1].forward) == (7, True)
+    assert served[-1].encryption_secret_command == "print it"
+    assert served[-1].listen == ()
     lists = {"KVPOOL_LISTEN": "tcp://a:1", "KVPOOL_HTTP": "unix:/h", "KVPOOL_LABELS": "zone=a"}
     result = CliRunner().invoke(verbs.app, ["serve", "--node", "n"], env=lists)
     assert result.exit_code == 0, result.output
-    assert (seen["config"].listen, seen["config"].http) == (("tcp://a:1",), ("unix:/h",))
-    assert seen["config"].labels == {"zone": "a"}, "what is not given does not hide the environment"
+    assert (served[-1].listen, served[-1].http) == (("tcp://a:1",), ("unix:/h",))
+    assert served[-1].labels == {"zone": "a"}, "what is not given does not hide the environment"
 
 
 def test_errors_are_one_line_and_a_status(monkeypatch, capsys):
