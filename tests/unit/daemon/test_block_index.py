@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-import sys
 import tracemalloc
 from collections.abc import Callable
 
@@ -120,28 +119,39 @@ def test_room_for_nothing_is_given_back_a_little_at_a_time() -> None:
         DIVIDE_AT = 100
         COMPACT_TOGETHER = 500
 
-    index = Index()
-    index.add([scattered(number) for number in range(128)], range(128))
-    Index.DIVIDE_AT = 1 << 20
-    large = [chosen(number) for number in range(20_000)]
-    index.add(large, range(20_000))
-    index.remove(large[4000:])
-    assert index._pieces is not None
-    roomy = sys.getsizeof(index._pieces[0])
-    left = []
-    for first in range(1 << 20, (1 << 20) + (1 << 16), 64):
-        index.add([scattered(number) for number in range(first, first + 64)], range(64))
-        piece = index._pieces[0]
-        if isinstance(piece, block_index._Moving):
-            left.append(len(piece.old))
-            assert index.found(large[:4000]) == list(range(4000))
-    assert len(left) > 2
+    numbers = list(range(20_000))
+    large = [chosen(number) for number in numbers]
+    stays, staying = large[:4000], set(large[:4000])
+    left = [len(stays)]
+
+    def in_order() -> list[bytes]:
+        return [key for key in index if key in staying]
+
+    tracemalloc.start()
+    try:
+        index = Index()
+        index.add([scattered(number) for number in range(128)], range(128))
+        Index.DIVIDE_AT = 1 << 20
+        index.add(large, numbers)
+        index.remove(large[4000:])
+        roomy, _ = tracemalloc.get_traced_memory()
+        at_first = in_order()
+        for first in range(1 << 20, (1 << 20) + (1 << 15), 64):
+            new = [scattered(number) for number in range(first, first + 64)]
+            index.add(new, range(64))
+            index.remove(new)
+            # An entry that was moved has another place among all.
+            pairs = enumerate(zip(in_order(), at_first, strict=True))
+            left.append(next((at for at, (one, other) in pairs if one != other), len(stays)))
+            assert index.found(stays) == numbers[:4000]
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < roomy / 2
     moved = [before - after for before, after in itertools.pairwise(left)]
-    assert max(moved) <= Index.COMPACT_TOGETHER
-    piece = index._pieces[0]
-    assert isinstance(piece, dict)
-    assert sys.getsizeof(piece) < roomy / 3
-    assert index.found(large) == [*range(4000), *[None] * 16_000]
+    assert 0 < max(moved) <= Index.COMPACT_TOGETHER
+    assert left[-1] == 0
+    assert index.found(large) == [*numbers[:4000], *[None] * 16_000]
 
 
 def test_an_empty_key_is_nowhere() -> None:

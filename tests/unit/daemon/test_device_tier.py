@@ -41,8 +41,8 @@ LIVES = itertools.count(1)
 run = partial(run_alone, steps_max=200_000)
 
 
-def make_node() -> Node:
-    return Node(make_policy=policy_maker("lru"))
+def make_node(limits: Limits | None = None) -> Node:
+    return Node(make_policy=policy_maker("lru"), limits=limits or Limits())
 
 
 def key(number: int) -> bytes:
@@ -105,9 +105,9 @@ class ScriptedDevice:
 class Bench:
     """Memory for so many blocks, and a device for so many more."""
 
-    def __init__(self, memory: int = 64, device: int = 32) -> None:
+    def __init__(self, memory: int = 64, device: int = 32, limits: Limits | None = None) -> None:
         self.loop = asyncio.get_running_loop()
-        self.node = make_node()
+        self.node = make_node(limits)
         self.tenant = self.node.add_tenant("default", 0, memory * STRIDE, STRIDE)
         self.holder = self.node.holders.add("default", "engine")
         self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, [PartSpec(STRIDE)])
@@ -600,17 +600,18 @@ def test_a_lease_outlives_the_life_that_it_is_on() -> None:
 
 def test_when_memory_refuses_a_lease_nothing_is_held_on_the_device() -> None:
     async def work() -> None:
-        bench = Bench()
+        bench = Bench(limits=Limits(leases_per_holder=1))
         bench.put(range(4))
         bench.read(range(4))
         await bench.settle()
         with pytest.raises(InvalidRequest):
             bench.lease(range(4), lease_s=0.0)
         assert bench.tier.rules.leases.count == 0
-        bench.node.leases._limits = Limits(leases_per_holder=0)
+        bench.lease(range(4))
+        assert bench.tier.rules.leases.count == 1
         with pytest.raises(LimitExceeded):
             bench.lease(range(4))
-        assert bench.tier.rules.leases.count == 0
+        assert bench.tier.rules.leases.count == 1
         await bench.close()
 
     run(work())

@@ -15,7 +15,7 @@ from kvpool.errors import LimitExceeded
 from kvpool.types import PartSpec
 from kvpool.wire.jobs import EvictJob, JobState, JobView
 from tests.support.tiers import without_disks
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import until_async
 from tests.unit.daemon.conftest import BASE, QUARTER, SLAB, Pool
 
 
@@ -49,9 +49,7 @@ class Jobs:
         self.runner.begin(name, spec, [namespace], namespace.tenant, "somebody", dry_run=False)
 
     async def ended(self, name: str = "j") -> JobView:
-        task = self.runner._jobs[name].task
-        assert task is not None
-        await asyncio.wait([task], timeout=PATIENCE_S)
+        await until_async(lambda: self.view(name).state is not JobState.RUNNING, "it ends")
         return self.view(name)
 
     def view(self, name: str = "j") -> JobView:
