@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool.placement.distance import PRIORS, Distance, distance_between
 from kvpool.placement.records import LinkRecord
+from kvpool.scheduler.cluster import Traffic
 from kvpool.scheduler.decode import DecodeRule, Handover
 from kvpool.scheduler.estimates import LoadEstimate
 from kvpool.scheduler.links import Links
@@ -234,8 +235,7 @@ def test_a_prompt_is_computed_where_its_prefix_comes_soonest(make: Make) -> None
         assert (order.estimate.source, order.estimate.link.known[:13]) == ("s", "measured by a")
         rules.computed("b", request.ident, 0.0)
         rules.scheduler.finished(request.ident)
-        rules.cluster.traffic.into.clear()
-        rules.cluster.traffic._out.clear()
+        rules.cluster.traffic = Traffic()
 
 
 def decide(rules: Rules, request: Request) -> Any:
