@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -18,6 +18,7 @@ import msgspec
 from kvpool.decoding import JsonDecoder
 from kvpool.demo.engine import MODEL, Answer, SimulatedEngine
 from kvpool.errors import Unavailable
+from kvpool.router.upstream.engine_calls import post_json
 
 ENGINES = 2
 DOCUMENTS = 3
@@ -66,9 +67,7 @@ async def play(say: Say) -> list[Round]:
             _process(folder / "router.log", "router", "--socket", socket, "--listen", "127.0.0.1:0")
         )
         router = ready.partition("router at ")[2].partition(",")[0]
-        http = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ANSWER_S))
-        )
+        http = await stack.enter_async_context(aiohttp.ClientSession())
         await _until_routed(http, router)
         random = Random(7)
         documents = [_tokens(random, DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
@@ -92,24 +91,22 @@ def _tokens(random: Random, count: int) -> list[int]:
 async def _ask_each(
     http: aiohttp.ClientSession, url: str, name: str, questions: Sequence[Sequence[int]]
 ) -> Round:
+    place = f"{url}/v1/completions"
     times, answers = [], []
     for each in questions:
+        body = msgspec.json.encode(
+            {"model": MODEL, "prompt": each, "max_tokens": 1, "stream": True}
+        )
         begun = time.perf_counter()
-        body = {"model": MODEL, "prompt": each, "max_tokens": 1, "stream": True}
-        async with http.post(f"{url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise Unavailable(f"{url} answers {response.status}: {await response.text()}")
-            line = await response.content.readline()
-            times.append(time.perf_counter() - begun)
-        answers.append(_decode_choice(line.removeprefix(b"data: ")).kvpool_demo)
-    return Round(
-        name,
-        times,
-        *(
-            sum(getattr(each, field) for each in answers)
-            for field in ("computed", "from_own_cache", "from_pool")
-        ),
-    )
+        response, text = await post_json(
+            http, place, body, headers={}, within_s=ANSWER_S, limit=1 << 20, otherwise=place
+        )
+        times.append(time.perf_counter() - begun)
+        if response.status != 200:
+            raise Unavailable(f"{place} answers {response.status}: {text!r}")
+        answers.append(_decode_choice(text.partition(b"\n")[0].removeprefix(b"data: ")).kvpool_demo)
+    counts = (sum(getattr(each, field) for each in answers) for field in Answer.__struct_fields__)
+    return Round(name, times, *counts)
 
 
 async def _until_routed(http: aiohttp.ClientSession, router: str) -> None:
@@ -141,14 +138,14 @@ async def _process(log: Path, *command: str) -> AsyncIterator[str]:
         )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(START_S):
-            line = await process.stdout.readline()
+        line = b""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                line = await process.stdout.readline()
         if not line:
             said = await asyncio.to_thread(log.read_text, errors="replace")
             raise Unavailable(f"kvpool {command[0]} does not start, and says: {said.strip()}")
         yield line.decode()
-    except TimeoutError:
-        raise Unavailable(f"kvpool {command[0]} is not ready after {START_S:.0f} s") from None
     finally:
         if process.returncode is None:
             process.terminate()
